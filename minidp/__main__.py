@@ -11,19 +11,23 @@ from ._version import __version__
 from .console import Parser, parse, say
 from .native import __main__ as native
 
-# Per command: its room, and what it is for.
+# The room of each command, and what the command is for.
 COMMANDS: dict[str, tuple[Any, str]] = {
-    "doctor": (doctor, "what is wrong with this machine, this job, this script?"),
+    "doctor": (doctor, "find out what is wrong with this machine or this job"),
     "native": (native, "build the optional C++ extension, or say whether it loads"),
-    "report": (report, "is communication hidden, if not, why, and what to change"),
+    "report": (report, "say whether communication is hidden, and what to change"),
     "run": (run, "run an unmodified script that uses torch's DDP, on minidp"),
     "tune": (tune, "run a script once, and write the best bucket layout to a file"),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand, return its exit status; without one, print help, return 2."""
-    parser = Parser(prog="minidp", description="Tools around minidp.DataParallel.")
+    """Run a subcommand and return its exit status; without one, print the help."""
+    parser = Parser(
+        prog="minidp",
+        description="Tools around minidp.DataParallel, which averages gradients over "
+        "ranks. `minidp COMMAND --help` says more about each.",
+    )
     parser.add_argument("--version", action="version", version=f"minidp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter

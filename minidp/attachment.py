@@ -1,7 +1,9 @@
 """``minidp.attach(model)``: synchronise a model without wrapping it.
 
-The model calls a hidden `DataParallel`, through the attribute for the result of
-``Module.compile()``, which torch leaves out of copies and pickles::
+A call of the model must reach a hidden `DataParallel`, although the model keeps its
+type. Torch has an attribute for the result of ``Module.compile()``, which a call of the
+module goes through, and which torch leaves out of copies and pickles. The `Detour` is
+put there::
 
     model(x) -> Detour -> DataParallel.forward: checks, module buffers, rebuild
                               |- Detour, which now calls the model's own forward
@@ -27,11 +29,12 @@ from .replica import DETOUR
 
 
 def attach(model: nn.Module, **options: Any) -> Attachment:
-    """Collective: let backwards of ``model`` average its gradients over ranks.
+    """Let backwards of a model average its gradients over ranks, without a wrapper.
 
-    The model keeps its type, attributes, and ``state_dict()`` keys. Copies of it
-    (``deepcopy``, pickle, ``torch.save(model)``) are plain models that synchronise
-    nothing. Gradients have the same bits, and the same checks, as with `DataParallel`::
+    All ranks must call this together. The model keeps its type, its attributes, and its
+    ``state_dict()`` keys. Copies (``deepcopy``, pickle, ``torch.save(model)``) are
+    plain models that synchronise nothing. Gradients have the same bits, and the same
+    checks, as with `DataParallel`::
 
         handle = minidp.attach(model)            # on all ranks
         for x, y in batches:
@@ -39,18 +42,18 @@ def attach(model: nn.Module, **options: Any) -> Attachment:
             optimizer.step(); optimizer.zero_grad()
         handle.detach()
 
-    Call ``model.compile()`` before: later it would replace the synchronisation, which
-    the optimizer guard then reports. You may drop the handle that is returned.
+    Call ``model.compile()`` before this. Later it would replace the synchronisation,
+    which the optimizer guard then reports. You may drop the handle that is returned.
 
     Args:
-        model: the same on all ranks, with at least one trainable parameter.
-        options: those of `DataParallel`.
+        model: The model, the same on all ranks, with at least one trainable parameter.
+        options: The options of `DataParallel`.
 
     Raises:
-        RuntimeError: the model is attached already, or a live `DataParallel` averages
+        RuntimeError: The model is attached already, or a live `DataParallel` averages
             some of its parameters.
-        TypeError: a compiled or wrapped model instead of the model inside.
-        ReplicaMismatchError: the replicas differ, or another rank raised.
+        TypeError: The model is compiled or wrapped, and the one inside is needed.
+        ReplicaMismatchError: The replicas differ, or another rank raised.
     """
     return Attachment(model, options)
 
@@ -62,7 +65,7 @@ class Attachment:
     """Average one model's gradients, from construction to `detach` or a block's end."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        if isinstance(model, nn.Module):  # else DataParallel says so, on all ranks
+        if isinstance(model, nn.Module):  # if not, DataParallel says so, on all ranks
             _check(model)
         self._detour = Detour(model)
         self._data_parallel: _Inside | None = None
@@ -73,7 +76,11 @@ class Attachment:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The hidden wrapper, for example to record; UnavailableError if detached."""
+        """The hidden wrapper, for what this handle does not have.
+
+        Raises:
+            UnavailableError: The model was detached.
+        """
         if self._data_parallel is None:
             raise UnavailableError(
                 "This model was detached, and nothing averages its gradients any more. "
@@ -88,13 +95,13 @@ class Attachment:
     def alone(self) -> AbstractContextManager[None]:
         """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.
 
-        For one rank that evaluates alone, in this thread. Backwards of these forwards
-        average nothing. ``torch.export`` and ``torch.jit.trace`` run so by themselves.
+        This lets one rank evaluate alone, in this thread. Backwards of these forwards
+        average nothing. ``torch.export`` and ``torch.jit.trace`` do this by themselves.
         """
         return self._detour.depth.deeper()
 
     def sync_gradients(self) -> None:
-        """Collective: average over ranks what the parameters' ``.grad`` hold now."""
+        """Average what ``.grad`` hold now; all ranks must call this together."""
         self.data_parallel.sync_gradients()
 
     def count_items(self, n: Number, loss: Number | None = None) -> None:
@@ -112,7 +119,7 @@ class Attachment:
         return totals
 
     def reset(self, *, copy_from: int | None = None) -> None:
-        """Collective: recover from a failed backward; see `DataParallel.reset`."""
+        """Recover from a failed backward, on all ranks; see `DataParallel.reset`."""
         self.data_parallel.reset(copy_from=copy_from)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -122,8 +129,8 @@ class Attachment:
     def detach(self) -> None:
         """Stop averaging gradients, and remove all that `attach` put on the model.
 
-        Call it on all ranks, after the same step; it does not communicate. Gradients
-        that are views of buckets become copies. A second call does nothing.
+        Call it on all ranks after the same step, although it does not communicate.
+        Gradients that are views of buckets become copies. A second call does nothing.
         """
         inside: Any = self._data_parallel
         self._data_parallel = None
@@ -148,9 +155,9 @@ class Attachment:
 
 
 class _Depth(threading.local):
-    """Count, per thread, open blocks in which calls of the model skip the wrapper."""
+    """Count, for each thread, open blocks in which calls skip the wrapper."""
 
-    now = 0  # open blocks of this thread; above 0, calls skip the wrapper
+    now = 0  # how many are open in this thread
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
@@ -163,7 +170,7 @@ class _Depth(threading.local):
 
 
 class _Inside(DataParallel):
-    """Wrap an attached model; call the model's own forward, not its `Detour`."""
+    """The hidden wrapper, which calls the model's own forward, and not its `Detour`."""
 
     _depth: _Depth
 
@@ -174,24 +181,25 @@ class _Inside(DataParallel):
 
 
 class Detour:
-    """Pass a model's calls to the hidden wrapper; inside it, to the model's forward."""
+    """Pass calls of a model to the hidden wrapper, and from inside it to the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # The model's forward if it was compiled in place.
+        # What the model called before, if it was compiled in place.
         self.compiled: Callable[..., Any] | None = getattr(model, DETOUR, None)
         self.through: DataParallel | None = None
         self.depth = _Depth()
 
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the wrapper; or the model's own forward: detached, `deeper`, export."""
+        """Call the wrapper, or where that is to be skipped, the model's own forward."""
         if self.through is not None and not self.depth.now and not is_captured():
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # also for models with a ``__getstate__`` of their own
+        # A model with a ``__getstate__`` of its own may pickle this, too.
+        return type(None), ()
 
 
 def attached_to(model: nn.Module) -> DataParallel | None:
@@ -207,7 +215,6 @@ def straight_on(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise TypeError if ``model`` wraps another; RuntimeError if averaged already."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

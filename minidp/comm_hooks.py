@@ -1,4 +1,6 @@
-"""Comm hooks: other ways to average buckets. They are short: copy and change them.
+"""Comm hooks: other ways to average buckets. They are short, to be copied and changed.
+
+::
 
     ddp.register_comm_hook(None, comm_hooks.row_major(my_hook))
 
@@ -9,10 +11,11 @@ rule is yours to keep::
     Collectives of one group must start in the same order on every rank.
 
 So start collectives in the hook itself. A callback (``.then``) runs when its collective
-is done: on Gloo in a different order on every rank, so that with two buckets in flight
-the ranks mix them up. `one_at_a_time` makes such hooks safe.
+is done. On Gloo that is in a different order on every rank, so that with two buckets in
+flight the ranks would mix them up. `one_at_a_time` makes such hooks safe.
 
-Bytes that a rank sends per bucket of N elements, on n ranks (ring algorithms)::
+These are the bytes that a rank sends for a bucket of N elements, on n ranks, if
+collectives run in a ring::
 
     all_reduce_hook, fp32           8 N (n-1)/n
     fp16_, bf16_compress_hook       4 N (n-1)/n
@@ -20,8 +23,8 @@ Bytes that a rank sends per bucket of N elements, on n ranks (ring algorithms)::
     int8_error_feedback_hook        N (n-1) (1 + 4/block)     less than fp32 for n < 8
 
 The ``state`` of a hook is a process group, or None for the bucket's own group, which
-`DataParallel.reset` may replace. Hooks that keep data have a class for their state;
-make one object per wrapped module.
+`DataParallel.reset` may replace. Hooks that keep data have a class for their state, of
+which each wrapped module needs an object of its own.
 
 Gradients that a hook cannot compress (16-bit, sparse) are averaged uncompressed, as by
 `all_reduce_hook`. Complex gradients arrive as interleaved reals.
@@ -44,7 +47,7 @@ from .comm import (
 )
 from .hooks import GradBucket, Hook, name_of
 
-Group = ProcessGroup | None  # None: the bucket's own
+Group = ProcessGroup | None  # None stands for the bucket's own group
 
 __all__ = ["Fp32State", "GradBucket", "Int8State", "all_reduce_hook"]
 __all__ += ["bf16_compress_hook", "bf16_compress_wrapper"]
@@ -53,14 +56,14 @@ __all__ += ["int8_error_feedback_hook", "one_at_a_time", "row_major"]
 
 
 def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average in the bucket's dtype: ``sum over ranks of (g / n)``; also if sparse.
+    """Average in the bucket's dtype, as ``sum over ranks of (g / n)``, also if sparse.
 
-    Differs from no hook in the last bits, if n is no power of two: without a hook,
+    If n is no power of two, the last bits differ from those without a hook, where
     gradients are multiplied by ``1 / n``.
     """
     buffer = bucket.buffer()
     group, n = _group_and_divisor(state, bucket)
-    buffer.div_(n)  # before the sum, which might overflow
+    buffer.div_(n)  # before the sum, which might overflow otherwise
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return then(work.get_future(), lambda: buffer)
 
@@ -71,7 +74,8 @@ def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
 def fp16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average float32 and float64 buckets in float16: ``sum of (fp16(g) / n)``.
 
-    Others as by `all_reduce_hook`. Values above 65504 become infinite, on all ranks.
+    Other buckets are averaged by `all_reduce_hook`. Values above 65504 become infinite,
+    on all ranks.
     """
     return fp16_compress_wrapper(all_reduce_hook)(state, bucket)
 
@@ -79,14 +83,14 @@ def fp16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]
 def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average float32 and float64 buckets in bfloat16: ``sum of (bf16(g) / n)``.
 
-    Others as by `all_reduce_hook`. Keeps the range of float32, with 8 significant bits.
-    Also works on Gloo.
+    Other buckets are averaged by `all_reduce_hook`. The range of float32 is kept, with
+    8 significant bits. It also works on Gloo.
     """
     return bf16_compress_wrapper(all_reduce_hook)(state, bucket)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook: cast buckets to float16, run ``hook``, cast its result back.
+    """Return a hook that runs ``hook`` in float16, and casts its result back.
 
     Only dense float32 and float64 buckets are cast; ``hook`` gets others as they are.
     """
@@ -94,7 +98,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook: cast buckets to bfloat16, run ``hook``, cast its result back.
+    """Return a hook that runs ``hook`` in bfloat16, and casts its result back.
 
     Only dense float32 and float64 buckets are cast; ``hook`` gets others as they are.
     """
@@ -102,10 +106,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
-    """Return a hook that runs ``hook`` on buckets cast to ``dtype`` if they shrink.
-
-    It casts the result back. ``name``: the wrapper's, for errors.
-    """
+    """Return a hook that runs ``hook`` in ``dtype``; ``name`` is for errors."""
 
     def compressed(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -123,10 +124,14 @@ def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
 
 
 class Fp32State:
-    """Hold the group, dtype and unfinished exchange of one `fp32_accumulate_hook`.
+    """The state of one `fp32_accumulate_hook`: group, dtype and unfinished exchange.
 
-    ``process_group`` None: the bucket's own. ``wire_dtype``: that of what is sent,
-    bfloat16 or float16; else ValueError.
+    Args:
+        process_group: The ranks to average over; by default the bucket's own group.
+        wire_dtype: The dtype of what is sent.
+
+    Raises:
+        ValueError: ``wire_dtype`` is neither bfloat16 nor float16.
     """
 
     def __init__(
@@ -147,21 +152,24 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     """Average with 16 bits sent, but a float32 sum: ``r((sum of r(g)) / n)``.
 
     Rank k collects the k-th part of all ranks (all-to-all), sums it in float32, and
-    sends the rounded mean to all ranks (all-gather): as many bytes as a 16-bit
-    all-reduce, whose error grows with n, but only two roundings r. With u = 2**-8
-    (bfloat16) or 2**-11 (float16), up to float32's own error and underflow,
-    ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64;
-    others as by `all_reduce_hook`. TypeError if ``state`` is no `Fp32State`.
+    sends the rounded mean to all ranks (all-gather). These are as many bytes as those
+    of a 16-bit all-reduce, whose error grows with n, but here there are only two
+    roundings r. With u = 2**-8 (bfloat16) or 2**-11 (float16), and up to float32's own
+    error and underflow, ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. Buckets
+    that are neither float32 nor float64 are averaged by `all_reduce_hook`.
 
-    The all-gather cannot start in a callback (see the module). It starts when the hook
-    is called for the next bucket, after that bucket's all-to-all::
+    The all-gather cannot start in a callback (the head of this module says why). It
+    starts when the hook is called for the next bucket, after that bucket's all-to-all::
 
         hook called for    bucket 0   bucket 1        bucket 2 (last)
         starts             all-to-all all-to-all      all-to-all
                                       all-gather of 0 all-gather of 1, of 2
 
-    That call waits for the earlier all-to-all: on a network slower than the backward,
-    the backward waits here instead of at its end.
+    That call waits for the earlier all-to-all. On a network that is slower than the
+    backward, the backward therefore waits here instead of at its end.
+
+    Raises:
+        TypeError: ``state`` is no `Fp32State`.
     """
     _check_state(state, Fp32State)
     group, _ = _group_and_divisor(state.process_group, bucket)
@@ -182,9 +190,10 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
 
 
 class _Exchange:
-    """Average one bucket: construction starts an all-to-all, `finish` an all-gather.
+    """The two exchanges of one bucket.
 
-    `future` is complete when the averages are in the bucket's buffer.
+    The constructor starts an all-to-all, and `finish` an all-gather. `future` is
+    complete when the averages are in the bucket's buffer.
     """
 
     def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
@@ -203,7 +212,7 @@ class _Exchange:
 
     def finish(self) -> None:
         """Wait for the all-to-all, average in float32, start to gather the results."""
-        wait_for(self._work)  # within the limit of the reducer that launches
+        wait_for(self._work)  # within the time limit of the reducer that launches
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
         everyones = list(self._sent)  # reuse memory that has been sent
@@ -211,7 +220,7 @@ class _Exchange:
         self._work.get_future().then(self._complete)
 
     def _complete(self, done: Future[Any]) -> None:
-        """Copy what was gathered to the buffer; complete `future`, or let it fail."""
+        """Copy what was gathered to the buffer, and complete `future`."""
         try:
             done.value()
             gathered = self._sent.view(-1)[: self._buffer.numel()]
@@ -224,10 +233,14 @@ class _Exchange:
 
 
 class Int8State:
-    """Hold, for one `int8_error_feedback_hook`, the rounding errors of the last step.
+    """The state of one `int8_error_feedback_hook`: rounding errors of the last step.
 
-    ``process_group`` None: the bucket's own. ``block``: number of elements of a bucket
-    that share a scale; ValueError if below 1.
+    Args:
+        process_group: The ranks to average over; by default the bucket's own group.
+        block: How many elements of a bucket share a scale.
+
+    Raises:
+        ValueError: ``block`` is less than 1.
     """
 
     def __init__(
@@ -240,10 +253,10 @@ class Int8State:
         self._residuals: dict[int, tuple[object, torch.Tensor]] = {}
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
-        """Return this bucket's stored rounding error, which the caller is to update.
+        """Return the stored rounding error of a bucket, which the caller must update.
 
-        Float32, a row per block. New zeros at the bucket's first call, and if it holds
-        other parameters than before, as after a rebuild.
+        It is float32, with a row for each block. It is zero at first, and when the
+        bucket holds other parameters than before, as after a rebuild.
         """
         buffer = bucket.buffer()
         kind = (*map(id, bucket.parameters()), buffer.numel(), buffer.device)
@@ -258,20 +271,27 @@ class Int8State:
 def int8_error_feedback_hook(
     state: Int8State, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average gradients rounded to 8 bits; add the rounding error to the next step's.
+    """Average gradients rounded to 8 bits; add the rounding error to the next ones.
 
-    Per block: ``v = g + residual``, ``scale = max|v| / 127``, ``q = round(v / scale)``,
-    ``residual = v - scale * q``. One all-gather sends q and scale. Every rank sums in
-    float32, in rank order: ``(sum of scale * q) / n``. No sum of q is formed, so
-    nothing overflows, and all ranks get the same bits.
+    These are computed for each block::
+
+        v = g + residual        scale = max|v| / 127
+        q = round(v / scale)    residual = v - scale * q
+
+    One all-gather sends q and scale. Every rank sums ``scale * q`` in float32, in the
+    order of the ranks, and divides the sum by n. No sum of q is formed, so nothing
+    overflows, and all ranks get the same bits.
 
     Over many steps the sums of decoded and true gradients differ by the last residual
-    alone, at most half a scale. A block with an infinity or NaN becomes NaN on all
-    ranks, so that a GradScaler sees it, and keeps its residual.
+    alone, which is at most half a scale. A block with an infinity or NaN becomes NaN on
+    all ranks, so that a GradScaler sees it, and keeps its residual.
 
-    For all dense floating buckets; others as by `all_reduce_hook`. TypeError if
-    ``state`` is no `Int8State`. After Seide et al., "1-Bit SGD", Interspeech 2014, and
-    Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
+    This is for all dense floating buckets; others are averaged by `all_reduce_hook`. It
+    follows Seide et al., "1-Bit SGD", Interspeech 2014, and Karimireddy et al., "Error
+    Feedback Fixes SignSGD", ICML 2019.
+
+    Raises:
+        TypeError: ``state`` is no `Int8State`.
     """
     _check_state(state, Int8State)
     buffer = bucket.buffer()
@@ -285,7 +305,8 @@ def int8_error_feedback_hook(
     error = values - codes * scales
     residual.copy_(torch.where(scales.isfinite(), error, residual))
 
-    # One message. Scales come first: float32 must start at a multiple of 4 bytes.
+    # Scales and codes travel in one message. The scales come first, because float32
+    # must start at a multiple of 4 bytes.
     head = scales.nbytes
     message = torch.cat([t.flatten().view(torch.uint8) for t in (scales, codes)])
     messages = [torch.empty_like(message) for _ in range(group.size())]
@@ -302,10 +323,10 @@ def int8_error_feedback_hook(
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 codes, and a float32 scale per row: NaN if a value is not finite."""
+    """Return int8 codes, and a float32 scale for each row, which may be NaN."""
     scales = values.abs().amax(dim=1, keepdim=True) / 127
     scales.masked_fill_(~scales.isfinite(), torch.nan)
-    steps = values / scales.masked_fill(scales == 0, 1)  # of zeros
+    steps = values / scales.masked_fill(scales == 0, 1)  # a row of zeros has no scale
     codes = steps.round_().nan_to_num_(0).clamp_(-127, 127).to(torch.int8)
     return codes, scales
 
@@ -316,9 +337,9 @@ def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def row_major(hook: Hook) -> Hook:
     """Return a hook that runs ``hook`` on row-major copies, and copies its result back.
 
-    For hooks that ``.view()`` gradients as matrices: torch's ``powerSGD_hook`` fails on
-    channels_last parameters. Buckets whose gradients are row-major already, or sparse,
-    go to ``hook`` without a copy.
+    Hooks that ``.view()`` gradients as matrices need it: torch's ``powerSGD_hook``
+    fails on channels_last parameters, for example. Buckets whose gradients are
+    row-major already, or sparse, go to ``hook`` without a copy.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -341,8 +362,8 @@ def row_major(hook: Hook) -> Hook:
 def one_at_a_time(hook: Hook) -> Hook:
     """Return a hook that calls ``hook``, waits for its future, and returns that.
 
-    So one bucket is in flight at a time. For hooks that start collectives in callbacks:
-    torch's ``powerSGD_hook`` on Gloo.
+    So one bucket is in flight at a time. Hooks that start collectives in callbacks need
+    it, such as torch's ``powerSGD_hook`` on Gloo.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -354,24 +375,23 @@ def one_at_a_time(hook: Hook) -> Hook:
 
 
 def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, int]:
-    """Return the group to average over, and the divisor.
-
-    Those of the bucket if ``state`` is None or its group; else ``state`` and its size.
-    """
+    """Return the group to average over, and the number to divide by."""
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()
     return state, state.size()
 
 
 def _check_state(state: object, kind: type) -> None:
-    """Raise TypeError, with how to register, unless ``state`` is a ``kind``."""
     if not isinstance(state, kind):
         call = f"register_comm_hook(comm_hooks.{kind.__name__}(), ...)"
-        raise TypeError(f"it needs a state: {call}")
+        raise TypeError(
+            f"it needs a {kind.__name__} as its state, but got "
+            f"{type(state).__name__}. What to do: {call}"
+        )
 
 
 def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``buffer`` is dense, floating, and wider than ``dtype``."""
+    # Only dense floating values that are wider than the dtype become smaller.
     return (
         buffer.layout is torch.strided
         and buffer.dtype.is_floating_point
@@ -380,7 +400,7 @@ def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _named(wrapped: Hook, wrapper_name: str, hook: Hook) -> Hook:
-    """Name ``wrapped`` "wrapper_name(name of hook)", for errors; return ``wrapped``."""
+    """Name a wrapped hook "wrapper_name(name of hook)", for errors, and return it."""
     name = f"{wrapper_name}({name_of(hook)})"
     wrapped.__name__ = wrapped.__qualname__ = name
     return wrapped

@@ -1,4 +1,8 @@
-"""``minidp.record(model)``: record when gradients were ready and when reduced."""
+"""``minidp.record(model)``: record steps of training, to see what they wait for.
+
+A `Recording` is the public side of `overlap/`: it starts and stops a stopwatch, brings
+the steps of all ranks together, and writes them as a report, a page or a trace.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ from .overlap import (
 KEEP_STEPS = 200
 ROUNDS = 20  # barriers that compare clocks
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_recorded: weakref.WeakSet[Reducer] = weakref.WeakSet()  # now
+_recorded: weakref.WeakSet[Reducer] = weakref.WeakSet()  # those that are recorded now
 
 
 def record(
@@ -57,17 +61,19 @@ def record(
                 ...                      # train as usual
         print(rec.report())
 
-    Costs about 1 % of a step (benchmarks/recording.py), and changes no gradient.
+    Recording costs about 1 % of a step (benchmarks/recording.py), and changes no
+    gradient.
 
     Args:
-        model: a `DataParallel`, an `Attachment`, or an attached model. Each rank may
-            record or not. For a report of all ranks, all record the same steps and
+        model: A `DataParallel`, an `Attachment`, or an attached model. Each rank may
+            record or not. For a report of all ranks, all must record the same steps and
             call `Recording.gather`.
-        keep: number of steps to keep; older ones are dropped. A step takes about 100
-            bytes per bucket, one step in four also 40 bytes per parameter.
+        keep: How many steps to keep; older ones are dropped. A step takes about 100
+            bytes for each bucket, and one step in four also 40 bytes for each
+            parameter.
 
     Raises:
-        TypeError: minidp does not synchronise the model.
+        TypeError: The model is not synchronised by minidp.
         ValueError: ``keep`` is less than 1.
     """
     found = wrapper_of(model, "record")
@@ -77,10 +83,14 @@ def record(
 
 
 def wrapper_of(model: object, function: str) -> DataParallel:
-    """Return the `DataParallel` behind what a user passed to ``function``.
+    """Return the `DataParallel` behind what a user has passed to a function.
 
-    ``model``: a `DataParallel`, an `Attachment`, or an attached model; else TypeError,
-    which names ``function``.
+    Args:
+        model: A `DataParallel`, an `Attachment`, or an attached model.
+        function: The name of that function, for errors.
+
+    Raises:
+        TypeError: It is none of these.
     """
     found: object = model
     if isinstance(model, Attachment):
@@ -115,16 +125,17 @@ def wrapper_of(model: object, function: str) -> DataParallel:
 
 
 class Recording:
-    """Hold recorded steps: `record` makes it, its ``with`` block fills it.
+    """Recorded steps, which `record` returns and its ``with`` block fills.
 
-    After the block it holds times, names and the process group, and keeps neither model
-    nor gradients alive. When each gradient came is timed in one of four steps (if all
-    parameters are on one GPU: of eight), the times of buckets in all.
+    The times of buckets are taken in all steps. When each gradient came is timed in one
+    of four steps, or of eight if all parameters are on one GPU. After the block the
+    recording keeps neither model nor gradients alive.
     """
 
     def __init__(self, model: DataParallel, keep: int) -> None:
-        # Not the model: `minidp run` looks whether its script has dropped it.
-        self._reducer: Reducer | None = model._reducer  # None: the block is over
+        # This does not hold the model, because `minidp run` looks whether its script
+        # has dropped it. None says that the block is over.
+        self._reducer: Reducer | None = model._reducer
         reducer = model._reducer
         self._stopwatch = Stopwatch(reducer.queue, reducer.hooks, keep=keep)
         specs = reducer.queue.specs
@@ -135,7 +146,7 @@ class Recording:
         )
         self._device = specs[0].device
         self._gathered: tuple[Timeline, ...] = ()
-        self._num_gathered = 0  # steps that had ended by then
+        self._num_gathered = 0  # how many steps had ended by then
         self._note_group(reducer)
 
     def _note_group(self, reducer: Reducer) -> None:
@@ -144,9 +155,10 @@ class Recording:
         self._where = where_of(reducer)
 
     def __enter__(self) -> Recording:
-        """Record from the next forward on; return this object.
+        """Record from the next forward on, and return this object.
 
-        Raises RuntimeError if a block records this model already, or this one is over.
+        Raises:
+            RuntimeError: A block records this model already, or this one is over.
         """
         if self._reducer is None:
             raise RuntimeError(
@@ -163,7 +175,7 @@ class Recording:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Stop recording; steps recorded before an error are kept."""
+        """Stop recording. Steps that were recorded before an error are kept."""
         assert self._reducer is not None
         self._stopwatch.stop()
         self._note_group(self._reducer)  # reset() may have changed it
@@ -179,17 +191,14 @@ class Recording:
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """This rank's timeline alone (waits for the GPU); after `gather` one per rank.
+        """The timeline of this rank; after `gather`, one of each rank.
 
-        Gathered timelines lack the steps that were recorded after `gather`.
+        Gathered timelines lack the steps that were recorded afterwards.
         """
         return self._gathered or (self._timeline(),)
 
     def _timeline(self, clock: ClockOffset | None = None) -> Timeline:
-        """Return this rank's kept steps, on its own clock; wait for a timed GPU.
-
-        ``clock``, the offset to rank 0's clock, is only stored in the result.
-        """
+        """Return the steps of this rank on its own clock; ``clock`` goes along."""
         steps, layouts = self._stopwatch.steps()
         num_dropped = self._stopwatch.num_ended - len(steps)
         return Timeline(
@@ -199,11 +208,15 @@ class Recording:
     def gather(self) -> Recording:
         """Gather the steps of all ranks on every rank, and compare their clocks.
 
-        A collective: all ranks of the model's process group call it, outside of a
-        backward. Afterwards reports and exports cover all ranks. Returns this object.
-        Raises CollectiveError, and keeps this rank's steps, if a rank does not call it
-        within the model's ``hang_timeout``, or the exchange fails. Raises ValueError at
-        once with `minidp.torchft`: replicas have no group for this.
+        All ranks of the model's process group must call this together, outside of a
+        backward. Afterwards reports and exports cover all ranks. It returns this
+        object.
+
+        Raises:
+            CollectiveError: A rank did not call it within the model's ``hang_timeout``,
+                or the exchange failed. This rank's own steps are kept.
+            ValueError: The model is one of `minidp.torchft`, whose replicas have no
+                group for this.
         """
         self._timeline()  # raises what the device reports
         self._num_gathered = self._stopwatch.num_ended
@@ -230,7 +243,7 @@ class Recording:
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:
-        """Collective: compare clocks by 20 barriers; return every rank's timeline."""
+        """Compare the clocks of all ranks, and return the timeline of each rank."""
         group, device = self._group, exchange_device(self._group, self._device)
         mine = []
         for _ in range(ROUNDS):
@@ -246,7 +259,7 @@ class Recording:
         return tuple(line for file in files for line in from_json(file.decode()))
 
     def report(self) -> str:
-        """Return a text: is communication hidden, if not, why, and what to change.
+        """Return a text that says whether communication is hidden, and what to change.
 
         Long lines are folded if standard output is a terminal.
         """
@@ -276,11 +289,12 @@ class Recording:
 
 
 def where_of(reducer: Reducer) -> Where:
-    """Return a reducer's `Where`; ``host`` is the boot id, or else the host's name."""
+    """Return who records: rank, machine, versions and settings of a reducer."""
     device, averaging = reducer.queue.specs[0].device, reducer.queue.averaging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     (rank, size), hook = averaging.seat, averaging.comm_hook
-    # Equal in all containers of a host, which share its clock.
+    # The boot id is equal in all containers of a host, which share its clock. Their
+    # host names differ.
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     versions = {"minidp": __version__, "torch": str(torch.__version__)}
     versions["python"] = platform.python_version()

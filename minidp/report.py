@@ -1,13 +1,14 @@
-"""``minidp report FILE``, or ``python -m minidp.report``: recorded steps in words.
+"""Say in words what recorded steps show (``minidp report FILE``).
 
-Says whether communication is hidden behind the backward, if not, why, and what to
-change. Make the file in your training script, on one rank or on all of them:
+The report says whether communication is hidden behind the backward, why it is not, and
+what to change. Your training script makes the file:
 
     with minidp.record(model) as rec:
-        ...                              # a few dozen steps
-    rec.gather()                         # optional, on all ranks: see them together
-    rec.save("steps.json")               # on rank 0; without gather: on each rank,
-                                         # to a file of another name, and pass all
+        ...                              # train for a few dozen steps
+    rec.gather()                         # on all ranks, to see them together
+    rec.save("steps.json")               # on rank 0
+
+Without gather(), save a file of another name on each rank, and pass all of them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help="written by Recording.save(); several are ranks of one run",
+        help="a file that Recording.save() has written; several must be of different "
+        "ranks of one run",
     )
     for name, what in (
-        ("html", "a page for the browser, with all steps, and what-if sliders"),
+        ("html", "a page for the browser, with all steps and what-if sliders"),
         ("trace", "a trace for https://ui.perfetto.dev or chrome://tracing"),
-        ("json", "all FILEs together in one"),
+        ("json", "one file with the recordings of all FILEs"),
     ):
         parser.add_argument(f"--{name}", metavar="PATH", help=f"also write {what}")
     # Earlier versions drew pictures: `main` says what replaces them.

@@ -1,9 +1,10 @@
 """``minidp.swapped()``: replace torch's ``DistributedDataParallel`` for a while.
 
 The replacement has the same name, which registries and summaries know. It is the class
-`minidp.DataParallel` once more, under that name, and not derived from it: code that
-calls ``super(DistributedDataParallel, self).__init__()`` means to reach `nn.Module`.
-These are swapped, and put back at the end, also after an error:
+`minidp.DataParallel` once more, under that name, and not derived from it. Code that
+calls ``super(DistributedDataParallel, self).__init__()`` means to reach `nn.Module`,
+and would not reach it through one more base. These are swapped, and put back at the
+end, also after an error:
 
 1. the name in ``torch.nn.parallel`` and in its module ``distributed``;
 2. names of other modules that imported the class before, or import it meanwhile;
@@ -15,10 +16,11 @@ torch's own class keeps it, so objects that were made before continue to work. P
 that multiprocessing starts meanwhile are swapped as well (those of ``subprocess`` under
 ``minidp run`` only).
 
-Not swapped: classes derived from torch's before (a warning names them) or from a kept
-reference, and names imported inside functions that still run. Objects of torch's class
-cannot be pickled meanwhile, and are no instances of the swapped name. Objects and
-classes made inside stay what they are afterwards.
+Some things are not swapped: classes that were derived from torch's before (a warning
+names them) or from a kept reference, and names that were imported inside functions
+which still run. Objects of torch's class cannot be pickled meanwhile, and are no
+instances of the swapped name. Objects and classes that are made inside stay what they
+are afterwards.
 """
 
 from __future__ import annotations
@@ -47,11 +49,12 @@ _TORCHS_INIT = TORCHS.__init__
 def _under_torchs_name() -> Any:
     """Return a class with the bases and the body of `DataParallel`, and torch's name.
 
-    Instances of either are instances of both: scripts may wrap in either class.
+    Instances of either class are instances of both, because scripts may wrap in either.
     """
 
     def init(self: Any, *given: Any, **options: Any) -> None:
-        # Looked up now: ``minidp run`` replaces it, to be told of each model.
+        # This is looked up at each call, because ``minidp run`` replaces it, to be told
+        # of each model.
         DataParallel.__init__(self, *given, **options)
 
     def subclasshook(cls: type, other: type) -> Any:
@@ -69,7 +72,9 @@ def _under_torchs_name() -> Any:
     }
     kind: Any = type(DataParallel)
     twin = kind(NAME, DataParallel.__bases__, body)
-    DataParallel.register(twin)  # in this direction only: `abc` refuses a circle
+    DataParallel.register(
+        twin
+    )  # `abc` refuses the other direction: it would be a circle
     twin.__subclasshook__ = classmethod(subclasshook)
     TORCHS.register(twin)
     return twin
@@ -81,13 +86,13 @@ DistributedDataParallel = _under_torchs_name()
 def swap() -> None:
     """Replace ``DistributedDataParallel`` by `minidp.DataParallel`, for good.
 
-    Call it before the modules that use the class are imported, if you can. A `swapped`
-    block around does not undo it at its end. A second call warns and does nothing.
+    Call this before the modules that use the class are imported, if you can. The end of
+    a `swapped` block does not undo it. A second call warns and does nothing.
     """
     if _swapping.is_for_good:
         warn(
             "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
-            "earlier swap(), or minidp run); nothing to do.",
+            "earlier swap(), or by minidp run), so this call does nothing.",
         )
     swap_here()
 
@@ -102,7 +107,8 @@ def swapped() -> Iterator[None]:
             from torch.nn.parallel import DistributedDataParallel as DDP
             model = DDP(Net())           # a minidp.DataParallel
 
-    Blocks may be nested, also after `swap`: the end of the outermost one puts back.
+    Blocks may be nested. The end of the outermost one puts torch's class back, unless
+    `swap` was called.
     """
     _swapping.begin()
     try:
@@ -112,14 +118,14 @@ def swapped() -> Iterator[None]:
 
 
 class _Swapping:
-    """Count nested blocks; swap at the begin of the outermost one, undo at its end."""
+    """Swap at the begin of the outermost of nested blocks, and undo it at its end."""
 
-    depth = 0
-    is_for_good = False  # `swap` counts as a block that never ends
+    depth = 0  # how many blocks are open
+    is_for_good = False  # whether `swap` was called: a block that never ends
     _lock = threading.RLock()
 
     def begin(self) -> None:
-        """Enter a block; if it is the outermost: swap, warn of earlier subclasses."""
+        """Enter a block. The outermost one swaps, and warns of earlier subclasses."""
         with self._lock:
             self.depth += 1
             if self.depth > 1:
@@ -132,7 +138,7 @@ class _Swapping:
             note_swapped(is_swapped=True)
 
     def end(self) -> None:
-        """Leave a block: put everything back if it is the outermost one."""
+        """Leave a block. The outermost one puts everything back."""
         with self._lock:
             self.depth -= 1
             if self.depth:
@@ -147,9 +153,10 @@ _swapping = _Swapping()
 
 
 class _Module(ModuleType):
-    """Type of the module ``torch.nn.parallel.distributed`` while its class is swapped.
+    """The type of ``torch.nn.parallel.distributed`` while its class is swapped.
 
-    Its own code keeps torch's class: globals do not pass through properties.
+    The code of that module keeps torch's class, because globals do not pass through
+    properties.
     """
 
     @property
@@ -165,7 +172,7 @@ class _Module(ModuleType):
 
 @functools.wraps(TORCHS.__init__)
 def _init(self: Any, *given: Any, **options: Any) -> None:
-    """Construct an object of torch's class as minidp's; a derived one as torch's."""
+    # An object of torch's class becomes one of minidp's, a derived one stays torch's.
     if type(self) is TORCHS:
         self.__class__ = DistributedDataParallel
         DistributedDataParallel.__init__(self, *given, **options)
@@ -181,7 +188,7 @@ class _PassedOn:
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, unless done; return an object that, unpickled, does so, too."""
+    """Swap for good; return an object that does the same where it is unpickled."""
     if not _swapping.is_for_good:
         _swapping.is_for_good = True
         _swapping.begin()
@@ -189,7 +196,7 @@ def swap_here() -> _PassedOn:
 
 
 def _patch(init: Any, passed_on: _PassedOn | None) -> None:
-    """Set ``init`` as torch's constructor; let new processes unpickle ``passed_on``."""
+    """Set torch's constructor, and what new processes of multiprocessing unpickle."""
     TORCHS.__init__ = init  # type: ignore[method-assign]
     settings: dict[str, Any] = vars(multiprocessing.process.current_process())[
         "_config"
@@ -200,9 +207,9 @@ def _patch(init: Any, passed_on: _PassedOn | None) -> None:
 
 
 def _rebind(old: type, new: type, *skipped: str) -> None:
-    """Replace ``old`` by ``new`` in all loaded modules outside packages ``skipped``."""
+    """Replace ``old`` by ``new`` in all loaded modules, but not in some packages."""
     for name, module in list(sys.modules.items()):
-        # The __dict__ of a lazy module does not wake it up.
+        # A lazy module is not woken up by a look at its __dict__.
         if name.partition(".")[0] not in skipped and isinstance(module, ModuleType):
             names = module.__dict__
             for key in [key for key, value in list(names.items()) if value is old]:
@@ -210,11 +217,11 @@ def _rebind(old: type, new: type, *skipped: str) -> None:
 
 
 def _warn_of_subclasses() -> None:
-    """Warn, by name, if classes outside torch derive directly from torch's class."""
     classes = [(c.__module__, c.__qualname__) for c in TORCHS.__subclasses__()]
     early = [".".join(names) for names in classes if not names[0].startswith("torch.")]
     if early:
         warn(
-            "Derived from torch's DistributedDataParallel before it was swapped, and "
-            f"so still torch's: {', '.join(early)}. Swap before they are defined.",
+            "These classes were derived from torch's DistributedDataParallel before it "
+            f"was swapped, and so are still torch's: {', '.join(early)}. What to do: "
+            "swap before they are defined.",
         )

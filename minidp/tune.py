@@ -3,7 +3,7 @@
     minidp tune -n 2 --out buckets.json train.py ARGS
     torchrun --nproc-per-node 2 -m minidp.tune --out buckets.json train.py ARGS
 
-Every `DataParallel` of the script looks for the best layout of its buckets; rank 0
+Every DataParallel of the script looks for the best layout of its buckets, and rank 0
 writes it to the file as soon as it is found. From then on no run has to look again:
 
     minidp run -n 2 --bucket-layout buckets.json train.py ARGS
@@ -58,15 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("buckets.json"),
         metavar="FILE",
-        help="what is written (default: %(default)s); of a second model in the same "
-        "script FILE with .1 before its suffix, and so on",
+        help="the file to write (default: %(default)s); the layout of a second model "
+        "in the same script goes to FILE with .1 before its suffix, and so on",
     )
     parser.add_argument(
         "--copy",
         action=argparse.BooleanOptionalAction,
         help="whether the script runs in a copy of the working directory (default: "
-        "yes, but a large directory only with --copy); --no-copy: what the script "
-        "writes there, checkpoints too, replaces what is there",
+        "yes, but a large directory is copied only with --copy); with --no-copy, what "
+        "the script writes there, checkpoints too, replaces what is there",
     )
     add_num_ranks(parser)
     add_options(parser, without=OVERRIDES)
@@ -78,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script, here or on ``-n`` new ranks; return 0 if all layouts are written.
+    """Run the script, here or on ``-n`` new ranks, and return the exit status.
 
-    Else return 2 if the script cannot be run, or not in a copy of the working
-    directory; its exit status if not 0; or 1 if rank 0 lacks a layout or a model (other
-    ranks do not check, and return 0).
+    It is 0 if all layouts are written, 2 if the script cannot be run, or not in a copy
+    of the working directory, that of the script if that fails, and 1 if rank 0 lacks a
+    layout or a model.
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     arguments.out = arguments.out.absolute()

@@ -1,7 +1,7 @@
 """Search the fastest bucket layout in the first steps (``bucket_cap_mb="auto"``).
 
-Read `trials` (which layouts to try, and which one stays), then `tuner` (measures a
-reducer's steps and changes its layout).
+Read `trials` first, which is what layouts to try, and which one stays. Then read
+`tuner`, which measures the steps of a reducer and changes its layout.
 """
 
 from .trials import NUM_TRIALS, Choice

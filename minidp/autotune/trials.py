@@ -1,16 +1,17 @@
 """Choose the layouts that ``bucket_cap_mb="auto"`` tries, and the one that stays.
 
-    trial    layout                                            purpose
-    0        torch's                                           the baseline
-    1        buckets of 1/32 of all bytes                      the cost of a message
-    2        the best one by the model (`costmodel`)
-    3        buckets of 1/12 of all bytes                      2 may be too tight
-    4        torch's again                                     drift
-    5 to 7   of the two best others the less measured one      noise
-    stays    the fastest, or torch's
+A model of the network says which layout is best. But a model is a guess. So only
+layouts that were tried can stay, and torch's layout stays unless another one was
+clearly faster::
 
-A model is a guess: only layouts that were tried can stay, and torch's layout stays
-unless another one was clearly faster.
+    trial    layout                                            why it is tried
+    0        torch's                                           to compare with it
+    1        buckets of 1/32 of all bytes                      what a message costs
+    2        the best one by the model (`costmodel`)           it may be the fastest
+    3        buckets of 1/12 of all bytes                      number 2 may be too tight
+    4        torch's again                                     the machine may drift
+    5 to 7   of the two best others the less measured one      times have noise
+    stays    the fastest, or torch's
 """
 
 from __future__ import annotations
@@ -39,64 +40,65 @@ from minidp.overlap import Step
 NUM_TRIALS = 8
 FINALS = 5  # from this trial on, layouts are tried again
 SHARES = {1: 32, 3: 12}  # trials that make about so many buckets of equal size
-# A layout must take less than this share of the time with torch's, beyond noise. To
-# adopt an equal layout costs nothing; to miss a better one costs its gain in each step.
+# A layout must take less than this share of the time with torch's, beyond noise. The
+# share is near 1: it costs nothing to adopt a layout that is equal, but to miss a
+# better one costs its gain in each step.
 CLEARLY = 0.98
 
 
 @dataclass
 class Trial:
-    """Hold one layout's recorded steps, of each trial that used it; summarise them.
+    """One layout, with the recorded steps of all trials that used it.
 
-    `Search` keeps one per layout. The summaries need at least one step.
+    `Search` keeps one for each layout. The numbers below need at least one step.
     """
 
     layout: Layout
     steps: list[Step] = field(default_factory=list)
-    predicted_s: float | None = None  # exposed seconds by the model
+    predicted_s: float | None = None  # the exposed seconds by the model
 
     @property
     def judged(self) -> Sequence[Step]:
-        """Steps to compare: those without timed grad hooks, or all if each has them."""
+        """The steps to compare: those without timed hooks, or all if each has them."""
         return [step for step in self.steps if not step.ready_ns] or self.steps
 
     @property
     def seconds(self) -> float:
-        """Median seconds, over `judged`, from backward's begin to averages in .grad."""
+        """The median seconds from a backward's begin until averages are in .grad."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median seconds, over `judged`, from backward's end to averages in .grad."""
+        """The median seconds from a backward's end until averages are in .grad."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
     def noise_s(self) -> float:
-        """Standard error of `seconds`, estimated from the quartiles of its steps."""
+        """The standard error of `seconds`, estimated from the quartiles of steps."""
         times = [step.reduced_s for step in self.judged]
         low, high = np.quantile(times, (0.25, 0.75))
         return 0.93 * float(high - low) / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield (bytes, seconds) of each dense bucket's all-reduce; see `messages_of`.
+        """Yield the bytes and seconds of the all-reduces of dense buckets.
 
-        Of all `steps`. Leaves out those that ran at the same time as a sparse one.
+        Those that ran at the same time as a sparse one are left out.
         """
-        # 0: unknown.
+        # The bytes of a sparse gradient are not known; 0 says so.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
             spans = [(sizes[t.number], t.launched_ns, t.done_ns) for t in step.buckets]
             yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
-        """Return whether `seconds` is less by over 2 % and over the joint `noise_s`."""
+        """Return whether this layout is faster by more than 2 % and than the noise."""
         noise = math.hypot(self.noise_s, other.noise_s)
         return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the trial of the layout that stays, and that of torch's (maybe the same)."""
+    """The trial of the layout that stays, and that of torch's; they may be the same."""
 
     best: Trial
     torchs: Trial
@@ -107,7 +109,7 @@ class Choice:
         return self.best.layout != self.torchs.layout
 
     def __str__(self) -> str:
-        """Return sizes and times of the chosen and torch's layout, as a line to log."""
+        """Return a line to log, with sizes and times of the two layouts."""
         best, torchs, guess = self.best, self.torchs, ""
         if not self.is_another:
             return (
@@ -128,8 +130,7 @@ class Choice:
 class Search:
     """Propose layouts to try, and choose one by the steps that `add` was given.
 
-    Rank 0's `Measurement` makes and calls it; nothing is measured here. Torch's layout
-    is chosen unless another is clearly faster.
+    Nothing is measured here: a `Measurement` on rank 0 makes and calls this.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], torchs: Layout) -> None:
@@ -138,16 +139,17 @@ class Search:
         self._trials = {torchs: self._torchs}
 
     def add(self, layout: Layout, steps: Sequence[Step]) -> None:
-        """Add steps that used ``layout`` to its `Trial`, a new one if it has none."""
+        """Add steps that used a layout to the trial of that layout."""
         self._trials.setdefault(layout, Trial(layout)).steps.extend(steps)
 
     def proposal(self, trial: int) -> Layout:
-        """Return the layout to try in trial number ``trial``, 0 to NUM_TRIALS - 1.
+        """Return the layout to try in a trial, by the table at the head of this file.
 
-        0 and 4: torch's. 1 and 3: buckets of 1/32 and 1/12 of all bytes. 2: the model's
-        best; ValueError if messages of fewer than two sizes were timed. 5 on: of the
-        two fastest but torch's the less measured. Torch's in any trial if none of its
-        steps, or no gradient, was timed. A new layout gets a `Trial`, without steps.
+        It is torch's if nothing was timed from which another one could be derived.
+
+        Raises:
+            ValueError: The model cannot be fitted, because messages of fewer than two
+                sizes were timed.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -171,10 +173,10 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial, but torch's unless it `is_clearly_faster`.
+        """Choose the fastest layout if it is clearly faster than torch's, else torch's.
 
-        Sets the chosen trial's `predicted_s`, if the model can predict it. ValueError
-        if no backward with torch's layout was timed.
+        Raises:
+            ValueError: No backward with torch's layout was timed.
         """
         if not self._torchs.steps:
             raise ValueError("no backward with torch's layout was timed")
@@ -189,10 +191,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Predict `Trial.exposed_s` for ``layout``, by the model.
-
-        None if no gradient was timed, or only messages of one size.
-        """
+        """Predict the exposed seconds of a layout; None if too little was timed."""
         backward = self._backward()
         if backward is None:
             return None
@@ -206,14 +205,13 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Fit a network to all trials' messages; ValueError if of one size or none."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
     def _backward(self) -> Backward | None:
-        """Return a backward of median times over the steps with timed gradients.
+        """Return a backward with the median times of all steps with timed gradients.
 
-        Of all trials; leaves out delayed parameters. None if there is no such step.
+        Delayed parameters are left out. It is None if there is no such step.
         """
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:

@@ -1,5 +1,7 @@
 """Try layouts in the first backwards, and keep the best (``bucket_cap_mb="auto"``).
 
+Backwards are counted, and after every six of them the next layout is tried::
+
     backward   0          torch's first layout
                1 .. 6     trial 0                    `trials` chooses the layouts
                7 .. 12    trial 1
@@ -29,56 +31,57 @@ from minidp.trace import StepEvent
 from .trials import NUM_TRIALS, Choice, Search
 
 logger = logging.getLogger("minidp")
-STEPS = 6  # backwards of one trial; the first has cold caches and is not counted
-TIMED_TRIALS = (0, 1)  # gradients are timed, for the model, in these trials
-TIMED_STEPS = (2, 3)  # ... and in these backwards of them
-LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
+STEPS = 6  # the backwards of a trial; the first has cold caches and does not count
+TIMED_TRIALS = (0, 1)  # in these trials gradients are timed, for the model
+TIMED_STEPS = (2, 3)  # in these backwards of such a trial
+LONG_SECONDS = 5.0  # if all trials take longer, they say how far they are
 
 
 class AutotunePolicy(RebuildPolicy, Observer):
-    """Let forwards rebuild the buckets for each trial, then for the chosen layout.
+    """Let forwards rebuild the buckets for each trial, and then for the chosen layout.
 
-    Rank 0's `Search` proposes and chooses. No trials, and no rebuild at all, if
-    ``saved`` was saved after a rebuild. `measure` must be called before `is_due`.
+    If ``saved`` is a final layout, there are no trials, and no rebuild at all.
+    `measure` must be called first.
     """
 
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
+        # Is called on rank 0 with the layout that stays; without it that is logged.
         self.told: Callable[[dict[str, Any], Choice], None] | None = None
         self._measurement: Measurement | None = None  # on rank 0, while trials run
         self._reset_trials()
 
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
-        """Become an observer of ``queue``, to count backwards; keep weak references.
+        """Count the backwards of a queue from now on; call this before the first one.
 
-        Call this once, before the first backward. Measures nothing yet: that starts on
-        rank 0 with trial 0, in `next_layout`.
+        Rank 0 begins to measure with trial 0, in `next_layout`.
         """
-        # The queue refers to this object: a cycle would keep buckets until gc runs.
+        # The queue refers to this object, and a cycle would keep the buckets until the
+        # garbage collector runs.
         self._pipeline: BucketQueue = weakref.proxy(queue)
         self._hooks: GradHooks = weakref.proxy(hooks)
         queue.observers.append(self)
 
     def _reset_trials(self) -> None:
         self.layout_by = "" if self._starts_rebuilt else AUTO_TRIES
-        self._trial = -1  # -1: not begun
-        self._began = 0.0  # trial 0, seconds
-        self._count = 0  # backwards since the last rebuild
+        self._trial = -1  # the number of the trial; -1 before the first
+        self._began = 0.0  # when trial 0 began
+        self._count = 0  # how many backwards there were since the last rebuild
         self._stop_measuring()
 
     # -- rebuilds, see `RebuildPolicy` -------------------------------------------------
 
     @property
     def is_settled(self) -> bool:
-        """Whether the current layout stays: trials are over, or there are none."""
+        """Whether the present layout stays: trials are over, or there are none."""
         return self._starts_rebuilt or self._trial >= NUM_TRIALS
 
     @property
     def is_due(self) -> bool:
-        """Whether the next forward rebuilds; equal on all ranks.
+        """Whether the next forward rebuilds the buckets, which is equal on all ranks.
 
-        Before trial 0: once a ready order is kept; or, if the config follows none,
-        after one backward. Then after each `STEPS` backwards, until `is_settled`.
+        The first time it does so when the order of gradients is known. Then it does
+        after each trial.
         """
         if self.is_settled:
             return False
@@ -89,12 +92,11 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return self._count > 0
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Begin the next trial, or end the last; return its layout, to be broadcast.
+        """Begin the next trial, or end the last one; return the layout of rank 0.
 
-        Only rank 0's is used. Trial 0 has torch's layout; on rank 0 measuring starts.
-        Later, and for the final layout, rank 0 decides by what it measured (and calls
-        `told` after the last trial); other ranks return the current layout. Drops the
-        kept ready order. May print progress.
+        Rank 0's layout is broadcast afterwards, so the other ranks return any. In trial
+        0 it is torch's, and measuring begins. Later rank 0 decides by what it has
+        measured.
         """
         now = self._pipeline.layout
         self._count = 0
@@ -112,10 +114,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told` is set or trials may take over 5 s.
-
-        In trial 0 also store when the trials began.
-        """
+        """Print progress on a terminal, if somebody waits for it or it takes long."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -129,26 +128,19 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return ``now`` as `to_plain` does; "rebuilt" is True once `is_settled`.
-
-        While a ready order is kept (before trial 0): torch's layout by that order.
-        """
+        """Return the layout as plain data, which is final only once `is_settled`."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Forget the ready order, stop measuring; let the trials begin again.
-
-        No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``. Does not
-        change the buckets.
-        """
-        super().reset()  # a tuned layout stays
+        """Let the trials begin again. The buckets stay as they are."""
+        super().reset()  # a tuned layout stays, even with `rebuilds_again`
         self._reset_trials()
 
     # -- an observer of the queue ---------------------------------------------------
 
     def finished(self) -> None:
-        """Count a finished reduction; all ranks finish the same, so counts agree."""
+        """Count a finished reduction. All ranks finish the same ones."""
         self._count += 1
 
     # -- rank 0 ------------------------------------------------------------------------
@@ -159,12 +151,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
             self._measurement = None
 
     def _decide(self, now: Layout) -> Layout:
-        """Return the layout of the trial that begins, or in the end the one that stays.
-
-        For rank 0 only. After the last trial measuring ends, and `told` gets the
-        choice; if nobody has set `told`, the choice is logged. Neither happens if
-        `Measurement.decide` returned ``now`` without a choice.
-        """
+        """Return the layout of the next trial, or in the end the one that stays."""
         assert self._measurement is not None
         layout, choice = self._measurement.decide(self._trial, now)
         if self.is_settled:
@@ -174,16 +161,17 @@ class AutotunePolicy(RebuildPolicy, Observer):
         if self.told is not None:
             self.told(to_plain(layout, self._pipeline.specs, rebuilt=True), choice)
         else:
-            # A warning: that is what people see who have set up no logging.
+            # This is a warning, because people who have set up no logging see only
+            # those.
             logger.warning('bucket_cap_mb="auto": %s.', choice)
         return layout
 
 
 class Measurement:
-    """Measure the trials of one reducer's ``queue``; decide which layout is next.
+    """Measure the trials of one reducer, and decide which layout is next.
 
-    `AutotunePolicy` makes it, on rank 0 only, in the first forward of trial 0: the
-    constructor starts that trial's stopwatch. ``torchs``: trial 0's layout.
+    `AutotunePolicy` makes it on rank 0 in the first forward of trial 0, whose layout is
+    ``torchs``. The constructor begins to measure.
     """
 
     def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
@@ -192,10 +180,7 @@ class Measurement:
         self._stopwatch = self._started(0)
 
     def _started(self, trial: int) -> Stopwatch:
-        """Return a running stopwatch for ``trial``; its first forward begins now.
-
-        In trials 0 and 1 it also times the gradients of two backwards.
-        """
+        """Return a stopwatch for a trial, whose first forward begins now."""
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()
@@ -203,16 +188,18 @@ class Measurement:
         return watch
 
     def stop(self) -> None:
-        """Stop the stopwatch for good, so that nothing is measured any more."""
+        """Measure nothing any more."""
         self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
-        """Store the ended trial's steps but its first; return ``trial``'s layout, None.
+        """End a trial, and return the layout of the next one, or the one that stays.
 
-        ``trial`` NUM_TRIALS: return the layout that stays and the `Choice`.
-        Return (now, None) if the comm hook may know the buckets, or, with a warning, if
-        the search raises ValueError. ``now``: the ended trial's layout. Replaces the
-        stopwatch by a new one, which runs. Waits for the GPU, if one is timed.
+        In the last case the choice is returned, too. The layout stays as it is if the
+        comm hook may know the buckets, or if nothing could be decided.
+
+        Args:
+            trial: The number of the trial that begins; NUM_TRIALS after the last one.
+            now: The layout of the trial that has ended.
         """
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]
@@ -236,6 +223,6 @@ class Measurement:
         return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:
-        """Return whether a comm hook is set whose state is not None nor a group."""
+        # A hook with a state of its own may keep errors or factors for each bucket.
         hook = self._queue.averaging.comm_hook
         return not (hook is None or hook.state is None or is_group(hook.state))

@@ -10,11 +10,15 @@ As a command, for the machine and the job; in a script, for model, loader, train
     with doctor.watch(model, loader) as watched:
         train_two_epochs()
 
-No check raises or hangs: both become findings. Read `findings` (the result of a check;
-table, JSON), `checks` (one file per subject: what is wrong, and what to do), `command`
-(runs the checks of ``minidp doctor``), `timebox` (a time limit for each), `meeting`
-(facts through the store, without a collective), `script` (check_model, check_loader,
-watch), `training_log` (what a training loop does), `words` (lists and errors as text).
+A check may find a machine on which something hangs or raises. So no check hangs or
+raises itself: both become findings.
+
+Read the files in this order. `findings` is the result of a check, and how it is shown.
+`checks` has one file per subject, which says what is wrong and what to do. `command`
+runs the checks of ``minidp doctor``, each with the time limit of `timebox`, and the
+ranks exchange facts through `meeting`, without a collective. `script` has the checks
+inside a script, `training_log` notes what a training loop does. `words` makes texts of
+lists and errors.
 """
 
 from .command import add_arguments, main

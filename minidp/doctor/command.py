@@ -1,13 +1,17 @@
-"""Run the stages of ``minidp doctor`` in order; each check has a time limit.
+"""Run the checks of ``minidp doctor`` in order, each with a time limit.
 
-alone          environment, port, variables, interfaces, backends, machine
-meet           ranks find each other through the store; who is missing is named
-compare        versions, settings, GPUs: facts by way of the store (one check with
-               the meeting)
-communicate    clocks, all-reduce, gradients, on groups with a short timeout; a rank
-               whose check raises or hangs leaves out what comes after; other ranks
-               do, too, as soon as their own check lacks that rank
-report         the lowest rank that came prints what all ranks found
+The order is from what needs nobody else to what needs everything::
+
+    alone          each rank looks at its environment, port, interfaces and machine
+    meet           the ranks find each other through the store; missing ones are named
+    compare        they compare versions, settings and GPUs, which they have told the
+                   store
+    communicate    they compare clocks, and check all-reduces and gradients, on groups
+                   with a short timeout
+    report         the lowest rank that came prints what all ranks have found
+
+A rank whose collective check raises or hangs leaves out all checks that come after it.
+The other ranks do so, too, as soon as one of their own checks lacks that rank.
 """
 
 from __future__ import annotations
@@ -35,46 +39,45 @@ from .timebox import GRACE_SECONDS, Runner
 
 _stores: Any = dist  # the type stubs do not export the stores
 CPU = torch.device("cpu")
-INTERRUPTED_SECONDS = 8.0  # after Ctrl-C, to hear what other ranks found
+INTERRUPTED_SECONDS = 8.0  # how long a rank listens to the others after Ctrl-C
 
 DESCRIPTION = """\
-Checks the machine and the job: environment variables, ports, network interfaces,
-backends, GPUs, shared memory; under torchrun also versions, clocks, all-reduce
-(numbers and bandwidth), and whether a probe model gets the same gradients on all
-ranks. No check hangs.
+Finds out what is wrong with a machine or a job. On each rank it checks environment
+variables, ports, network interfaces, backends, GPUs and shared memory. Under torchrun
+it also compares the ranks' versions and clocks, and checks the sums and the bandwidth
+of an all-reduce, and whether a probe model gets the same gradients on all ranks. No
+check hangs.
 
   torchrun --nproc-per-node 2 -m minidp.doctor      a job
   python -m minidp.doctor                           this process alone
 """
 EPILOG = """\
-exit status: 0 if nothing failed (there may be warnings), 1 if something failed on
-any rank (of the rank that prints the table, and 0 of the others),
-2 for wrong arguments, 130 after Ctrl-C, which prints what was found until then.
+The exit status is 0 if nothing failed (there may be warnings), 1 if something failed
+on any rank, 2 for wrong arguments, and 130 after Ctrl-C, which prints what was found
+until then. Only the rank that prints the table exits with 1, the others with 0.
 
-In a script: minidp.doctor.check_model(model, batch), check_loader(loader), and
-with minidp.doctor.watch(model, loader).
+More checks are for your training script: minidp.doctor.check_model(model, batch),
+minidp.doctor.check_loader(loader), and `with minidp.doctor.watch(model, loader):`.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Set the description and epilog of ``parser``; add --json, --timeout, --wait."""
+    """Add the description and the options of ``minidp doctor``."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON instead of the table")
     for name, default, text in (
-        ("--timeout", 20.0, "limit of each check (default: %(default)g)"),
-        ("--wait", 30.0, "limit of waiting for all ranks (default: %(default)g)"),
+        ("--timeout", 20.0, "how long each check may take (default: %(default)g)"),
+        ("--wait", 30.0, "how long to wait for all ranks (default: %(default)g)"),
     ):
         add(name, type=positive_seconds, default=default, metavar="SECONDS", help=text)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all checks; print the report on one rank; return the exit status.
+    """Run all checks, print the report on one rank, and return the exit status.
 
-    It is 1 if any finding failed, else 0; 0 on ranks that print nothing; 130 after
-    Ctrl-C. SIGINT is `interrupt_once` from now on. If ``runner.is_stuck`` (Ctrl-C, a
-    check that hung, an unusable group), end the process with that status by
-    ``os._exit`` instead.
+    The handler of SIGINT is `interrupt_once` from now on. If a check was left behind in
+    a thread that does not end, this ends the process itself.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -92,41 +95,43 @@ def main(options: argparse.Namespace) -> int:
 
 
 def interrupt_once(*_: object) -> NoReturn:
-    """SIGINT handler: raise KeyboardInterrupt, and ignore any further Ctrl-C."""
-    # Torchrun passes Ctrl-C on to ranks that have got it: it would end the report. Not
-    # SIG_IGN: with that, Python prints a traceback for a second one that came by now.
+    """Handle SIGINT: raise KeyboardInterrupt, and ignore any further Ctrl-C."""
+    # Torchrun passes Ctrl-C on to ranks that have got it already, and the second one
+    # would end the report. SIG_IGN does not help: if a second one has come by now,
+    # Python prints a traceback for it.
     signal.signal(signal.SIGINT, lambda *_: None)
     raise KeyboardInterrupt
 
 
 def print_report(report: Report, *, as_json: bool = False) -> None:
-    """Print a report to stdout, as table or JSON, not mixed with other ranks'."""
+    """Print a report, as a table or as JSON, in one piece."""
     width = min(shutil.get_terminal_size().columns, 100)  # 80 without a terminal
     say(json.dumps(report.as_json(), indent=2) if as_json else report.table(width))
 
 
 class Examination:
-    """Run ``minidp doctor`` in this process, by `run`; the constructor checks nothing.
+    """Run ``minidp doctor`` in this process, by `run`.
 
-    ``seconds``: limit of each check; ``wait``: limit of waiting until all ranks came.
+    A check may take ``seconds``, and the ranks have to come within ``wait`` seconds.
     """
 
     def __init__(self, env: Mapping[str, str], seconds: float, wait: float) -> None:
         self.runner = Runner(seconds)
         self._env = env
-        self._wait = wait  # seconds until all ranks have come
+        self._wait = wait
         self._launch: environment.Launch | None = None
-        self._meeting: Meeting | None = None  # once ranks have exchanged their facts
-        self._store: Any = None  # once all ranks came, one process each
-        self._present: tuple[int, ...] = ()  # ranks that joined in time
-        self._has_own_gpus = False  # each rank has one
-        self._is_over = False  # this rank communicates no more
+        self._meeting: Meeting | None = (
+            None  # set once ranks have exchanged their facts
+        )
+        self._store: Any = None  # set once all ranks have come, one process each
+        self._present: tuple[int, ...] = ()  # ranks that came in time
+        self._has_own_gpus = False  # whether each rank has a GPU
+        self._is_over = False  # whether this rank communicates no more
 
     def run(self) -> Report | None:
         """Run all checks; return the report on the lowest rank that came, else None.
 
-        Wait for other ranks within the limits. What a check raises becomes a finding.
-        Each rank gets a report of its own if they cannot meet.
+        If the ranks cannot meet, each of them gets a report of its own.
         """
         runner, is_reachable, launch = self.runner, self._alone(), self._launch
         if launch is None:
@@ -145,11 +150,7 @@ class Examination:
         return self._report()
 
     def interrupt(self) -> Report | None:
-        """Add a skipped finding "interrupted"; return the report or None, as `run`.
-
-        Set ``runner.is_stuck``. If ranks have met, wait 10 s at most for the findings
-        of the others.
-        """
+        """Return the report of what was found until now, or None, as `run` does."""
         found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
         self.runner.add("interrupted", skipped(found))
         self.runner.is_stuck = True
@@ -158,10 +159,9 @@ class Examination:
         return self._report()
 
     def _alone(self) -> bool:
-        """Run checks of this machine; return whether the store's port can be used.
+        """Run the checks of this machine; return whether the store's port can be used.
 
-        Set `_launch`, if the launch's variables are right; else return False. A rank
-        that does not open the port itself waits up to `_wait` s until the port answers.
+        If the variables of the launch are right, `_launch` is set.
         """
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
@@ -171,10 +171,10 @@ class Examination:
             self._launch = launch = environment.read_launch(env)
             here = launch.local_world_size or launch.world_size
             several = launch.has_several_hosts
-            wait = self._wait  # until rank 0 listens
+            wait = self._wait  # how long rank 0 may take until it listens
             if launch.world_size > 1:
-                # The first DDP of a process needs it: some 800 modules, which may take
-                # longer than ranks wait for each other later on.
+                # The first DDP of a process imports this, with some 800 modules. That
+                # may take longer than the ranks wait for each other later on.
                 run("imports", partial(_import, "torch._dynamo"), wait + runner.seconds)
             check = partial(network.check_port, launch, wait)
             run("master port", check, wait + GRACE_SECONDS)
@@ -200,11 +200,10 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Open the store; wait up to `_wait` s for ranks; yield findings on all facts.
+        """Open the store, wait for the ranks, and compare the facts of those that came.
 
-        Rank 0 serves the store, unless torchrun's agent does. Set `_meeting`,
-        `_present`, `_has_own_gpus`; `_store` only if all ranks came, with one
-        WORLD_SIZE and one process per rank. Raise if the store cannot be reached.
+        Afterwards `_meeting`, `_present` and `_has_own_gpus` are set. `_store` is set
+        only if all ranks came, with the same WORLD_SIZE and one process per rank.
         """
         store = _stores.TCPStore(
             launch.address,
@@ -216,7 +215,8 @@ class Examination:
         run = self._env.get("TORCHELASTIC_RUN_ID", "")
         attempt = self._env.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = partial(_stores.PrefixStore, f"minidp/doctor/{run}/{attempt}")
-        # Clone the connection: it serves one call at a time, and groups block in it.
+        # A connection serves one call at a time, and groups block in it. So the meeting
+        # gets one of its own.
         room = prefix(store.clone())
         meeting = Meeting(room, launch.rank, launch.world_size, self._wait)
         meeting.claim()
@@ -232,18 +232,18 @@ class Examination:
         if absent:
             remedy = (
                 "were all processes started, with the same MASTER_ADDR, MASTER_PORT "
-                "and WORLD_SIZE? look at what those ranks printed; try --wait 120"
+                "and WORLD_SIZE? look at what those ranks printed, or try --wait 120"
             )
             yield failed(absent, remedy)
         elif all(finding.status is Status.OK for finding in came):
             self._store = prefix(store)
 
     def _communicate(self, launch: environment.Launch) -> None:
-        """Check clocks, buckets, all-reduces, gradients on Gloo; the last two on NCCL.
+        """Run the checks that are collectives: on Gloo, and with GPUs also on NCCL.
 
-        Collective; opens a default process group, and destroys it at the end. NCCL only
-        if every rank has a GPU of its own. After a check that raises or hangs (as it
-        does if a rank is missing), leave out the rest, and leave the group open.
+        They run on a default process group, which is destroyed at the end. After a
+        check that raises or hangs, as it does if a rank is missing, the rest is left
+        out, and the group stays.
         """
         runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
@@ -278,7 +278,8 @@ class Examination:
         check("shared buckets", collectives.check_shared_memory, CPU)
         measure("Gloo", CPU)
         if self._has_own_gpus and dist.is_nccl_available():
-            # Without it a late collective would end the process, and leave no finding.
+            # Without this a late collective would end the process, and leave no
+            # finding.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self._together("NCCL group", open_nccl)
             index = ranks.index_of_gpu(launch.local_rank)
@@ -287,20 +288,16 @@ class Examination:
             runner.attempt(dist.destroy_process_group)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check that is collective, and add its findings; no-op if `_is_over`.
-
-        If it raises or is late, set `_is_over` and ``runner.is_stuck``.
-        """
+        """Run a check that is a collective, unless an earlier one has failed."""
         seconds = self.runner.seconds + GRACE_SECONDS
         if not self._is_over and not self.runner.run(name, check, seconds):
             self._is_over = self.runner.is_stuck = True
 
     def _report(self) -> Report | None:
-        """Return all ranks' report on the lowest that came; others post theirs.
+        """Return the report of all ranks on the lowest one that came, None on others.
 
-        Others return None. The lowest waits up to `_meeting.seconds` for their
-        findings. Return this rank's own report if ranks have not met, or the store
-        fails.
+        The others post their findings, and the lowest one waits for them. If the ranks
+        have not met, or the store fails, the report is of this rank alone.
         """
         runner, meeting, launch = self.runner, self._meeting, self._launch
         place = "" if launch is None else f": rank {launch.rank}"
@@ -325,13 +322,12 @@ class Examination:
 
 
 def _import(name: str) -> list[Finding]:
-    """Import a module; return [], as a check without findings does."""
     importlib.import_module(name)
     return []
 
 
 def _open_gloo() -> Finding:
-    """Check that Gloo works: run an all-reduce of one rank; return ok, or raise."""
+    """Check that Gloo works here, by an all-reduce of one rank; it raises if not."""
     store, timeout = _stores.HashStore(), timedelta(seconds=5)
     group: Any = _stores.ProcessGroupGloo(store, 0, 1, timeout)
     group.allreduce([torch.ones(1)]).wait()

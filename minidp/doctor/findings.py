@@ -1,4 +1,4 @@
-"""Define findings; merge them over ranks; format them as a table or JSON."""
+"""Define what a check finds, merge that over ranks, and show it as a table or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .words import of_ranks
 
 
 class Status(Enum):
-    """Outcome of a check: ok, warning, failed, skipped; reports show the value."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"  # training runs, but probably not as intended
@@ -23,33 +23,34 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check; ValueError for a warning or failure without a remedy."""
+    """One result of a check.
 
-    check: str  # its name, a few words
+    Raises:
+        ValueError: It is a warning or a failure, but has no remedy.
+    """
+
+    check: str  # the name of the check, in a few words
     status: Status
     found: str  # what was seen, in one sentence or two
-    remedy: str = ""  # what to change; required for warnings and failures
-    ranks: tuple[int, ...] = ()  # with this finding; empty: all that answered
+    remedy: str = ""  # what to change; warnings and failures must have one
+    ranks: tuple[int, ...] = ()  # the ranks that found it; () if all that answered did
 
     def __post_init__(self) -> None:
         if self.status in (Status.WARNING, Status.FAILED) and not self.remedy:
             raise ValueError(f"a warning or a failure needs a remedy; this is {self}")
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as a dict that JSON can hold; `of_json` is the inverse."""
+        """Return the fields as a dict that JSON can hold, for `of_json`."""
         return {**asdict(self), "status": self.status.value, "ranks": [*self.ranks]}
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Finding:
-        """Return the Finding of an `as_json` dict.
-
-        KeyError, TypeError or ValueError if it is none.
-        """
+        """Return the finding of a dict that `as_json` has made."""
         status, ranks = Status(plain["status"]), tuple(plain["ranks"])
         return cls(**{**plain, "status": status, "ranks": ranks})
 
 
-# A check returns findings without a name; `named` adds the name.
+# A check returns one finding or several, without the check's name, which `named` adds.
 Found = Finding | Iterable[Finding]
 Check = Callable[[], Found]
 ok = partial(Finding, "", Status.OK)
@@ -59,9 +60,9 @@ skipped = partial(Finding, "", Status.SKIPPED)
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return one or several findings as a list; set ``check`` where the name is empty.
+    """Return findings as a list, with ``check`` as the name of those that lack one.
 
-    A generator (``found`` of a check that yields) runs here, and may raise.
+    A check may be a generator. Then it runs here, and may raise.
     """
     findings = [found] if isinstance(found, Finding) else found
     return [replace(finding, check=finding.check or check) for finding in findings]
@@ -69,7 +70,7 @@ def named(check: str, found: Found) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Report:
-    """All ranks' findings in the order of checks; iterable; ``str()`` is the table."""
+    """The findings of all ranks, in the order of the checks; `str` gives the table."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -86,19 +87,19 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the number of findings by status word ("ok", ...), zeros included."""
+        """How many findings there are of each status, by the word for the status."""
         found = [finding.status for finding in self.findings]
         return {status.value: found.count(status) for status in Status}
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if any finding is ``failed``, else 0; warnings do not count."""
+        """1 if something failed, else 0; warnings do not count."""
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:
-        """Return title, rows of findings with remedies, counts, folded at ``width``.
+        """Return a table of all findings and remedies, with lines of ``width`` columns.
 
-        Wider if that leaves less than 40 columns beside the names of checks.
+        They become longer if less than 40 columns were left beside the names of checks.
         """
         names = max((len(finding.check) for finding in self.findings), default=0)
         width = max(width, 40 + names)
@@ -116,7 +117,7 @@ class Report:
         return "\n".join([*lines, "", counts])
 
     def as_json(self) -> dict[str, Any]:
-        """Return version, title, world size, exit code, counts, findings, for JSON."""
+        """Return the report as a dict that JSON can hold."""
         return {
             "version": 1,
             "title": self.title,
@@ -130,9 +131,9 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Return one Report of all ranks; equal findings become one with all their ranks.
+    """Return one report of all ranks, in which equal findings of ranks become one.
 
-    ``ranks`` becomes () if every rank of ``of_rank`` has the finding.
+    A finding that all ranks of ``of_rank`` share names no ranks.
     """
     ranks_of: dict[Finding, set[int]] = {}
     for rank in sorted(of_rank):

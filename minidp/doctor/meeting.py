@@ -17,29 +17,37 @@ from .words import in_words, of_ranks
 
 @dataclass
 class Meeting:
-    """Exchange JSON values of ranks by a store; `gather` waits ``seconds`` at most."""
+    """A place in a store where ranks exchange values that JSON can hold."""
 
     store: Any  # None with one rank
     rank: int
     world_size: int
-    seconds: float
+    seconds: float  # how long `gather` waits at most
 
     def post(self, topic: str, value: Any) -> None:
-        """Write this rank's JSON value for a topic; RuntimeError if the store fails."""
+        """Write this rank's value for a topic; RuntimeError if the store fails."""
         post_json(self.store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Count ``times`` more processes of this rank in the store; return the sum."""
+        """Count one more process that says it is this rank, and return how many do."""
         return int(self.store.add(f"claimed/{self.rank}", times))
 
     def gather(
         self, topic: str, value: Any, among: Collection[int] = ()
     ) -> tuple[dict[int, Any], str]:
-        """Post a value; wait `seconds` at most for others' values; return all, by rank.
+        """Post a value, wait for those of the other ranks, and return all, by rank.
 
-        ``among``: the ranks, this one included; empty: all. Also return a text that
-        names ranks that did not post in time, and why; "" if all did. A store that
-        fails is not raised, but a reason. With one rank nothing is sent.
+        It raises nothing: a store that fails is one of the reasons why a value did not
+        come. With one rank nothing is sent.
+
+        Args:
+            topic: What the values are about.
+            value: The value of this rank.
+            among: The ranks that meet, this one included. If empty, all ranks do.
+
+        Returns:
+            The values that came, and a text that says whose did not come, and why; it
+            is empty if all came.
         """
         own, others = {self.rank: value}, {*(among or range(self.world_size))}
         others.remove(self.rank)

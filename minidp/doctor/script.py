@@ -1,7 +1,8 @@
 """Check a model, a loader or a training loop inside a script.
 
-Facts travel through the store of the script's own group, so that no collective of ours
-mixes with the script's, and a rank that never calls the check is a finding.
+The ranks exchange facts through the store of the script's own group. So no collective
+of ours mixes with those of the script, and a rank that never calls the check is a
+finding, not a hang.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .training_log import TrainingLog
 from .words import in_words
 
 WAIT_SECONDS = 10.0  # how long a check waits for other ranks
-_calls: Counter[tuple[str, str]] = Counter()  # (group, title) -> consultations
+_calls: Counter[tuple[str, str]] = Counter()  # how often, by group and subject
 
 
 def check_model(
@@ -41,19 +42,23 @@ def check_model(
 ) -> Report:
     """Check devices, replicas, batch norm, unused parameters and seeds of a model.
 
-    All ranks call this function, before wrapping, after it, or both; rank 0 prints the
-    table, and all return the findings of all. Errors of a check become findings. If
-    ``batch`` is given, one forward runs under ``torch.enable_grad()`` on the bare
-    module; gradients, module buffers and random streams stay as they are. Batch norm in
-    training mode is a warning with fewer than 16 samples per rank.
+    All ranks must call this function, before wrapping, after it, or both. Rank 0 prints
+    the table, and all ranks get the findings of all. An error of a check becomes a
+    finding, too.
+
+    If ``batch`` is given, one forward runs under ``torch.enable_grad()`` on the bare
+    module. Gradients, module buffers and random streams stay as they are.
+
+    Batch norm in training mode is a warning with fewer than 16 samples per rank.
 
     Args:
-        model: a module, wrapped (by minidp or torch), attached or not.
-        batch: what the model is called with: a tensor, a tuple of arguments, or a dict
-            of keyword arguments. None: checks that need a batch are skipped.
-        process_group: the ranks; None: the group of a wrapped model, or all ranks.
-        seconds: how long to wait for ranks that do not call this function.
-        quiet: do not print.
+        model: A module, which may be wrapped (by minidp or torch) or attached.
+        batch: What the model is called with: a tensor, a tuple of arguments, or a dict
+            of keyword arguments. Without it, the checks that need a batch are skipped.
+        process_group: The ranks that compare. By default these are the ranks of a
+            wrapped model's group, or all ranks.
+        seconds: How long to wait for ranks that do not call this function.
+        quiet: Whether to print nothing.
     """
     ranks = _Ranks("the model", _group_of(model, process_group), seconds, quiet)
     module, size = models.wrapped_module(model), ranks.world_size
@@ -72,11 +77,16 @@ def check_loader(
     seconds: float = WAIT_SECONDS,
     quiet: bool = False,
 ) -> Report:
-    """Check samplers, numbers of batches and random states of ranks' loaders.
+    """Check samplers, numbers of batches and random states of the ranks' loaders.
 
-    All ranks call this function; rank 0 prints the table. Only attributes are read: no
-    index is drawn. ``loader`` is a ``torch.utils.data.DataLoader``, or has its
-    attributes; the other arguments and the result are those of `check_model`.
+    All ranks must call this function, and rank 0 prints the table. Only attributes are
+    read, so that no index is drawn from a sampler.
+
+    Args:
+        loader: A ``torch.utils.data.DataLoader``, or an object with its attributes.
+        process_group: The ranks that compare; by default all ranks.
+        seconds: How long to wait for ranks that do not call this function.
+        quiet: Whether to print nothing.
     """
     ranks = _Ranks("the loader", joined_group(process_group), seconds, quiet)
     rank, size = ranks.rank, ranks.world_size
@@ -87,9 +97,9 @@ def check_loader(
 
 
 class Watched:
-    """Hold the ``report`` that `watch` sets when its block ends, not if that raises.
+    """What `watch` gives: its ``report`` is set when the block ends without an error.
 
-    None until then. Iterating yields its findings, or nothing.
+    Until then the report is None. Iterating yields its findings.
     """
 
     report: Report | None = None
@@ -112,17 +122,26 @@ def watch(
 ) -> Iterator[Watched]:
     """Watch two short epochs of training for mistakes that show only at run time.
 
-    Found are: no ``set_epoch``; ranks fed the same batches; replicas that differ at the
-    begin or end; accumulation without ``no_sync``; ``find_unused_parameters`` without
-    need; batches of one step that differ in size (a mean of means); several ranks that
-    save or print. All ranks enter the block. At its end (not if it raises) ranks
-    exchange what they recorded, rank 0 prints the table, and `Watched` holds the
-    report. Inside, the model has hooks; ``print``, ``torch.save`` and
-    ``DataLoader.__iter__`` are replaced. A hook that cannot be attached raises; later
-    errors are findings.
+    It finds these:
 
-    ``model``: wrapped or attached. ``loader``: a ``DataLoader``, for ``set_epoch``
-    only. The other arguments are those of `check_model`.
+    * ``set_epoch`` is not called, or ranks are fed the same batches;
+    * replicas differ at the beginning or at the end;
+    * gradients are accumulated without ``no_sync``;
+    * ``find_unused_parameters`` is set without need;
+    * batches of one step differ in size, so that the gradient is a mean of means;
+    * several ranks save to the same file, or print.
+
+    All ranks must enter the block. When it ends without an error, the ranks exchange
+    what they have recorded, rank 0 prints the table, and `Watched` holds the report.
+    Inside the block the model has hooks, and ``print``, ``torch.save`` and
+    ``DataLoader.__iter__`` are replaced. An error while recording becomes a finding.
+
+    Args:
+        model: The wrapped or attached model.
+        loader: The ``DataLoader`` whose ``set_epoch`` is to be watched.
+        process_group: The ranks that compare, as for `check_model`.
+        seconds: How long to wait for ranks that do not come to the end of the block.
+        quiet: Whether to print nothing.
     """
     watched, log = Watched(), TrainingLog(model, loader)
     with log.recording():
@@ -138,10 +157,6 @@ def watch(
 
 
 def _group_of(model: nn.Module, group: Any) -> Any:
-    """Return ``group``, else that of the model's DDP, else the default group.
-
-    None if there is no default group.
-    """
     if group is None:
         group = getattr(models.synchroniser(model), "process_group", None)
     return joined_group(group)
@@ -149,11 +164,11 @@ def _group_of(model: nn.Module, group: Any) -> Any:
 
 @dataclass
 class _Ranks:
-    """Hold the group and settings of one call from a script; `conclude` runs checks."""
+    """The ranks that one call from a script compares; `conclude` runs the checks."""
 
     subject: str
-    group: Any  # None: this process alone
-    seconds: float  # how long to wait for other ranks, per exchange
+    group: Any  # None if this process is alone
+    seconds: float  # how long to wait for other ranks in each exchange
     quiet: bool
 
     def __post_init__(self) -> None:
@@ -166,12 +181,15 @@ class _Ranks:
         facts: Mapping[str, Any],
         compared: Mapping[str, Callable[[Mapping[int, Any]], Found]],
     ) -> Report:
-        """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
+        """Run all checks, and return the findings of all ranks; rank 0 prints them.
 
-        Rank 0 prints them unless `quiet`. ``compared``: functions that judge the facts,
-        by check. Waits `seconds` at most for all ranks' facts, then again for the
-        findings of ranks whose facts came. An error of a check, a judge or the store
-        becomes a finding.
+        The ranks meet twice: to exchange their facts, then their findings. An error of
+        a check or of the store becomes a finding.
+
+        Args:
+            own: Checks of this rank alone, by name.
+            facts: The facts of this rank, to be compared with those of others.
+            compared: Functions that judge the facts of all ranks, by name of the check.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -200,10 +218,10 @@ class _Ranks:
         return report
 
     def _meet(self) -> Meeting:
-        """Return a Meeting in a part of the group's store that no other call uses.
+        """Return a meeting in a part of the group's store that no other call uses.
 
-        With one rank its store is None. Calls are counted: ranks get the same part if
-        all made as many on this subject before.
+        Calls are counted, so the ranks get the same part if all of them have made
+        equally many calls on this subject before.
         """
         store = None
         if self.world_size > 1:
@@ -216,7 +234,6 @@ class _Ranks:
 
 
 def _absence(absent: str) -> list[Finding]:
-    """Return a failed finding for ranks that did not answer; [] for ""."""
     if not absent:
         return []
     remedy = "call doctor on all ranks, at the same place of the script"
@@ -224,7 +241,6 @@ def _absence(absent: str) -> list[Finding]:
 
 
 def _findings_of(name: str, check: Check) -> list[Finding]:
-    """Run a check; return its findings, or one that says failed if the check raises."""
     try:
         return named(name, check())
     except Exception as error:

@@ -1,4 +1,8 @@
-"""Run checks in threads with a time limit, so that no check hangs or raises."""
+"""Run checks in threads with a time limit, so that no check hangs or raises.
+
+A check that hangs cannot be stopped in Python. Its thread is left behind, and the
+command ends the process in the end without waiting for it (`Runner.is_stuck`).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,19 @@ from .findings import Check, Finding, failed, named
 from .words import in_words
 
 Result = TypeVar("Result")
-GRACE_SECONDS = 2.0  # lets a backend report its own, more precise error first
+# How much longer we wait than a backend does, whose own error is more precise.
+GRACE_SECONDS = 2.0
 
 
 class Late(Exception):
-    """A function did not end in time; not a TimeoutError, which it may raise itself."""
+    """A function did not end in time. It may raise a TimeoutError of its own."""
 
 
 def run_within(seconds: float, function: Callable[[], Result]) -> Result:
     """Call a function in a daemon thread; return its result or raise its error.
 
-    `Late` after ``seconds``; the thread stays behind then.
+    Raises:
+        Late: It did not end within ``seconds``. Its thread stays behind.
     """
     future: Future[Result] = Future()
 
@@ -41,19 +47,21 @@ def run_within(seconds: float, function: Callable[[], Result]) -> Result:
 
 
 class Runner:
-    """Hold the findings of checks; `run` runs one, ``seconds`` at most, in a thread."""
+    """Run checks, each for ``seconds`` at most, and collect their findings."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.findings: list[Finding] = []
-        self.is_stuck = False  # a thread was left behind, or a group is unusable
-        self.current = "the first check"  # that runs, or ran last
+        self.is_stuck = (
+            False  # whether a thread was left behind, or a group is unusable
+        )
+        self.current = "the first check"  # the name of the check that runs, or ran last
 
     def run(self, name: str, check: Check, seconds: float | None = None) -> bool:
-        """Run one check; add its findings; return False if it raised or was late.
+        """Run one check and add its findings; return False if it raised or was late.
 
-        Then add one failed finding instead. Late: after ``seconds`` (None: the
-        runner's); the check's thread goes on then, and `is_stuck` is set.
+        In that case one failed finding is added, which says so. A check is late after
+        ``seconds``, or after those of this runner if they are None.
         """
         self.current = name
         say_progress(f"minidp doctor: {name} ...")
@@ -70,13 +78,14 @@ class Runner:
         return False
 
     def add(self, name: str, finding: Finding) -> None:
-        """Add a finding; it gets the check's ``name`` if it has none."""
+        """Add a finding, which gets the check's ``name`` if it has none."""
         self.findings += named(name, finding)
 
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
-        """Call an action in a thread; return [its result], [] if it raises or is late.
+        """Call an action that is no check; return [its result], or [] if it failed.
 
-        Late: after ``seconds`` + 2 s. Before [] set `is_stuck`; never add a finding.
+        It fails if it raises, or does not end within ``seconds`` and some grace. No
+        finding tells of it.
         """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]
@@ -86,9 +95,9 @@ class Runner:
 
 
 def _why_late(name: str) -> str:
-    """Return the remedy for a check that took too long: likely causes, --timeout."""
     is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
-    firewall = " a firewall?" * is_first  # later checks use open connections
+    # Only the first checks open connections; later ones use these.
+    firewall = " does a firewall block the ports?" * is_first
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     busy = f" this machine is busy (load {load:.0f} on {cores} cores);" * (load > cores)
     return f"is another rank stopped or dead?{firewall}{busy} try --timeout 60"

@@ -1,4 +1,10 @@
-"""Record what a training loop does, by hooks and patches that the end removes."""
+"""Record what a training loop does, for ``doctor.watch``.
+
+A loop tells nobody what it does. So it is watched by hooks on the model and its
+optimizers, and by replacements of three functions that scripts call. The end of the
+block removes them all. None of them may disturb the training: their errors are kept in
+`TrainingLog.mishaps`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +35,10 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Decorate a method: errors go to `mishaps` and are not raised; dynamo skips it."""
+    """Let a method keep its errors in `mishaps` instead of raising them.
+
+    The compiler does not trace it.
+    """
 
     @untraced
     @functools.wraps(note)
@@ -43,7 +52,7 @@ def _harmless(note: Note) -> Note:
 
 
 def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> Any:
-    """Return a wrapper of ``original`` that calls ``note(args, kwargs)`` before it."""
+    """Return a function that calls ``note(args, kwargs)``, and then ``original``."""
 
     @functools.wraps(original)
     def noting(*values: Any, **options: Any) -> Any:
@@ -54,9 +63,11 @@ def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> An
 
 
 class TrainingLog:
-    """Record one rank's training inside `recording`; the constructor hooks nothing.
+    """Record the training of one rank inside `recording`.
 
-    ``facts``: what was seen, for the judges; ``mishaps``: errors while recording.
+    Attributes:
+        facts: What was seen, for the checks of `doctor.checks.training`.
+        mishaps: Errors that came up while recording.
     """
 
     def __init__(self, model: nn.Module, loader: Any = None) -> None:
@@ -69,10 +80,10 @@ class TrainingLog:
         self._loader, self._sampler = loader, sampler_of(loader)
         sampler = self._sampler
         splits = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True)
-        self._arrived: set[str] = set()  # with a gradient since the last step
-        self._tasks: set[int] = set()  # synchronised backwards since the last step
-        self._samples: list[int] = []  # of each forward since the last step
-        self.mishaps: set[str] = set()  # errors while recording
+        self._arrived: set[str] = set()  # parameters that got a gradient since a step
+        self._tasks: set[int] = set()  # ids of synchronised backwards since a step
+        self._samples: list[int] = []  # how many each forward got since a step
+        self.mishaps: set[str] = set()
         self.facts: dict[str, Any] = {
             "host": socket.gethostname(),
             "is_wrapped": synchroniser(model) is not None,
@@ -81,22 +92,21 @@ class TrainingLog:
             "shuffles": bool(splits),
             "epochs": [],  # the sampler's number of each epoch
             "batches": [],  # a checksum of each of the first batches
-            "backwards": [],  # synchronised backwards in each optimizer step
+            "backwards": [],  # how many were synchronised before each optimizer step
             "over_items": option(model, "average_over", default="ranks") == "items",
-            "samples": [],  # by optimizer step, samples of each of its forwards
+            "samples": [],  # how many each forward got, by optimizer step
             "unused": [],  # parameters without a gradient in some step
             "local_steps": 0,  # optimizer steps inside no_sync()
             "values": [],  # checksums of parameters at the beginning and the end
-            "lines": 0,  # printed, without the word "rank"
+            "lines": 0,  # how many were printed without the word "rank"
             "saved": [],  # absolute paths that torch.save wrote to
         }
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, record training in `facts` by hooks on model and optimizers.
+        """In the block, record training in `facts`.
 
-        Replace ``print``, ``torch.save``, ``DataLoader.__iter__`` for the process, too.
-        The end undoes all. If the block raises, checksums of its end are missing.
+        If the block raises, the checksums of the parameters at its end are missing.
         """
         model = self.model
         with ExitStack() as undo:
@@ -125,21 +135,20 @@ class TrainingLog:
 
     @_harmless
     def _note_values(self) -> None:
-        """Append checksums of parameters (but ignored ones) to ``facts["values"]``."""
         sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
         self.facts["values"].append(sums)
 
     @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: note the batch's size and, of the first 3, a digest.
+        """Before a forward that trains, note the size of the batch, and its digest.
 
-        No-op in eval mode or without grad mode. Size: rows of the first tensor that has
-        dimensions, or its elements if it is not floating.
+        The size is the number of rows of the first tensor that has dimensions.
         """
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
         tensors = find_tensors([args, kwargs]) if trains else []
-        # Of token ids the length of the texts counts, too.
+        # Integers are mostly ids of tokens, and there the length of the texts counts,
+        # too.
         sizes = [
             len(t) if t.is_floating_point() else t.numel() for t in tensors if t.dim()
         ]
@@ -150,15 +159,11 @@ class TrainingLog:
                 batches.append(digest_of(sums))
 
     def _synchronises(self) -> bool:
-        """Return whether a backward reduces gradients: False only in ``no_sync()``."""
         return bool(option(self.model, "require_backward_grad_sync", default=True))
 
     @_harmless
     def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """Forward hook: hook the outputs, so that a backward adds its id to `_tasks`.
-
-        No-op inside ``no_sync()`` or without grad mode.
-        """
+        """After a forward outside no_sync(), let its backward be noted in `_tasks`."""
         if torch.is_grad_enabled() and self._synchronises():
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
@@ -169,14 +174,11 @@ class TrainingLog:
 
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Optimizer pre-hook: record backwards, samples, unused parameters of a step.
-
-        Then count anew. No-op if the step is inside a backward, no gradient arrived
-        since the last one, or the optimizer holds none of the model's parameters.
-        """
+        """Before an optimizer step, note what has happened since the last one."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = held.intersection(map(id, self._trainable.values()))
-        # A step inside the backward: other gradients are still missing.
+        # At a step inside a backward, other gradients are still missing, so it does not
+        # count. Neither does one of an optimizer that holds other parameters.
         if current_task() != NO_TASK or not self._arrived or not ours:
             return
         self.facts["backwards"].append(len(self._tasks))
@@ -190,17 +192,13 @@ class TrainingLog:
 
     @_harmless
     def _note_epoch(self, values: Any, _options: Any) -> None:
-        """When `_loader`, no other, is iterated, record its sampler's epoch.
-
-        None if that is no int.
-        """
+        """When the watched loader is iterated, note the epoch of its sampler."""
         if values[0] is self._loader:
             epoch = getattr(self._sampler, "epoch", None)
             self.facts["epochs"].append(epoch if isinstance(epoch, int) else None)
 
     @_harmless
     def _note_line(self, values: Any, options: Any) -> None:
-        """Count a ``print`` to stdout, unless its text is blank or contains "rank"."""
         if options.get("file") in (None, sys.stdout):
             text = " ".join(map(str, values))
             # A line that names the rank is meant to be printed on all ranks.
@@ -208,7 +206,6 @@ class TrainingLog:
 
     @_harmless
     def _note_save(self, values: Any, options: Any) -> None:
-        """Record the absolute path that ``torch.save`` gets; no-op if a file object."""
         file = values[1] if len(values) > 1 else options.get("f")
         if isinstance(file, str | os.PathLike):
             self.facts["saved"].append(os.path.abspath(os.fspath(file)))

@@ -1,8 +1,9 @@
 """Say which ranks are missing, and where they are, when a rank waits too long.
 
-Read `rank_status` (where a rank is; statuses and alarms in the store), `report` (who is
-missing? do all ranks skip a backward?), `heartbeat` (one replica's publisher and
-reader), `watchdog` (the thread that serves all heartbeats).
+Read the files in this order. `rank_status` describes where a rank is, and exchanges
+that through the store. `report` draws conclusions from it: which rank is missing, or
+will not come to a meeting. `heartbeat` publishes and asks for one replica. `watchdog`
+is the thread that serves all heartbeats of a process.
 """
 
 from .watchdog import the_watchdog

@@ -1,4 +1,10 @@
-"""Publish one replica's status to the other ranks, and read theirs."""
+"""Publish one replica's status to the other ranks, and read theirs.
+
+Two kinds of threads meet here. Training threads put questions and alarms into queues,
+and wait for answers. The thread of the watchdog calls `Heartbeat.tick` about once a
+second, and only it talks to the store, which may block for seconds when its host is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +36,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minidp")
 MAX_INTERVAL = 1.0  # seconds between two beats
 RIDE_SECONDS = 0.25  # between two beats that carry more than the status
-FIRST_PAUSE = 0.002  # seconds; mostly all ranks skip a backward at the same time
-BEATS_OF_SILENCE = 3  # intervals without a beat: the rank does not run
+# A question is looked at again after so many seconds, and then less and less often.
+# Most answers come at once, because all ranks skip a backward at the same time.
+FIRST_PAUSE = 0.002
+BEATS_OF_SILENCE = 3  # a rank without a beat for so many intervals does not run
 
 
 class Heartbeat(PeerMonitor):
-    """Publish one replica's status, and find out for it what other ranks do.
+    """Publish one replica's status, and find out for it what the other ranks do.
 
-    `Watchdog.start_heartbeat` makes it, in the thread whose place it will report, and
-    sets it as the communicator's ``peers``; the constructor connects to the store.
-    Training threads only queue alarms and questions. The watchdog's thread exchanges
-    them in `tick`: it alone may be blocked by a store that does not answer.
+    `Watchdog.start_heartbeat` makes it and gives it to the communicator as its
+    ``peers``. It must be made in the training thread, because it reports the place of
+    the thread that made it. The constructor connects to the store.
     """
 
     def __init__(self, reducer: Reducer, key: str, wake: Callable[[], None]) -> None:
         communicator = reducer.communicator
         self.pid = os.getpid()
         self._calm_seconds = min(MAX_INTERVAL, communicator.seconds / 10)
-        self._asked = 0.0  # when the last question came
+        self._asked = 0.0  # when the last question was asked
         self._reducer = weakref.ref(reducer)
         self._tally = communicator.tally
         self._wake = wake  # makes the watchdog call `tick` at once
@@ -56,17 +63,18 @@ class Heartbeat(PeerMonitor):
         self._moved = world.now()
         self._beat = 0
         self._questions: list[Inquiry | Passed] = []
-        # By topic: what else travels with a beat.
+        # What else travels with a beat, by topic: see `exchange_often`.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
-        self._num_riders = 0  # ever
+        self._num_riders = 0  # how many there have ever been
         self._open(communicator.group, key, has_met=False)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use ``group``'s store, under ``key``, by a new `Channel`; wake the watchdog.
+        """Publish and read through the store of another group from now on.
 
-        All ranks have met before: each of them is known to have wrapped the module.
-        Forgets read statuses and alarms, unsent alarms, a lost store, and open `Passed`
-        questions (which nobody will answer). May take 2 s to connect.
+        All ranks must have met before, so that each of them is known to have wrapped
+        the module. What was read or is still to be sent through the old store is
+        forgotten, and so are open questions of the kind `Passed`, which nobody would
+        answer. To connect to the store may take 2 s.
         """
         self._open(group, key, has_met=True)
 
@@ -80,25 +88,26 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return why collective number ``started`` cannot finish; "" if not known.
+        """Return why collective number ``started`` cannot finish; "" if it may.
 
-        It cannot if a rank gave up before it, by an alarm that `tick` has read; does
-        not access the store itself.
+        It cannot if a rank gave up before it. This knows the alarms that `tick` has
+        read, and does not ask the store.
         """
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
         return "a rank that it needs is gone" if is_lost else ""
 
     def report(self, started: int) -> PeerReport:
-        """Find out who is missing in collective number ``started``; wait up to 5 s.
+        """Find out who is missing in collective number ``started``.
 
-        The watchdog's thread answers an `Inquiry`. If it does not in that time, the
+        This waits up to 5 s for the watchdog's thread. If it has no answer by then, the
         report names no rank, and says that the store does not answer.
         """
-        # Another rank may have stopped to beat as often as riders ask for.
+        # With riders a rank beats more often, but not all ranks may have them. So
+        # silence is measured in the intervals that all ranks keep.
         silence = BEATS_OF_SILENCE * self._calm_seconds
         inquiry = Inquiry(started, silence)
-        with waiting():  # this rank has waited for the others, and is not busy now
+        with waiting():  # other ranks are to see that this one still waits
             self._ask(inquiry)
             if inquiry.is_done_within(silence + STORE_SECONDS):
                 report: PeerReport = inquiry.wait()
@@ -109,15 +118,15 @@ class Heartbeat(PeerMonitor):
         )
 
     def give_up(self, why: str) -> None:
-        """Queue an alarm that this rank joins no further collective, and ``why``.
+        """Tell the other ranks that this one joins no further collective, and ``why``.
 
-        Wakes the watchdog, whose next `tick` sends it; does not wait for that.
+        The watchdog's thread sends it at its next `tick`; this does not wait for it.
         """
         self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
     def ask_who_passed(self, step: int, steps: int, *, may_answer: bool) -> Passed:
-        """Queue the question whether some rank cannot come; return it at once."""
+        """Ask whether some rank will not come; return the open question at once."""
         passed = Passed(step, steps, self._tally.started, may_answer=may_answer)
         self._ask(passed)
         return passed
@@ -125,12 +134,15 @@ class Heartbeat(PeerMonitor):
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> Callable[[], None]:
-        """Post what ``rider`` returns 4 times a second or more often, until stopped.
+        """Exchange something small with the other ranks, at least 4 times a second.
 
-        The watchdog's thread calls it; statuses are then published as often. Each call
-        of this method has a topic of its own, the same on ranks that call it equally
-        often. Return a function that stops the exchange. So does an error of ``rider``,
-        which is logged: it says nothing about the store.
+        The watchdog's thread calls ``rider`` with what all ranks have posted last
+        (which is read on rank 0 only), and posts what it returns. An error that
+        ``rider`` raises is logged, and ends the exchange. All ranks must call this
+        equally often, because the n-th calls of all ranks belong together.
+
+        Returns:
+            A function that stops the exchange.
         """
         own_topic = f"{topic}/{self._num_riders}"
         self._num_riders += 1
@@ -151,7 +163,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`; while a question is open, growing from 2 ms."""
+        """The seconds to the next `tick`: few after a question, then more and more."""
         pause = max(FIRST_PAUSE, world.now() - self._asked)
         beat = self._calm_seconds
         if self._riders:
@@ -160,23 +172,25 @@ class Heartbeat(PeerMonitor):
 
     @property
     def communicator(self) -> Communicator | None:
-        """The reducer's communicator; None if the reducer was deleted."""
+        """The communicator of the reducer; None if the reducer was deleted."""
         reducer = self._reducer()
         return None if reducer is None else reducer.communicator
 
     def tick(self) -> None:
-        """Publish status and alarms, answer questions, call riders, if the store works.
+        """Publish status and alarms, call the riders, and answer open questions.
 
-        Reads others' statuses only while questions are open, their alarms only for an
-        `Inquiry` or while a wait is late. If the store fails, sets the channel's
-        `problem`, which answers all questions. No-op if the reducer was deleted.
+        To spare the store, statuses of other ranks are read only while a question is
+        open, and their alarms only for an `Inquiry` or while a wait is late. If the
+        store fails, the channel keeps the reason as its `problem`, which answers all
+        questions.
         """
         channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
         if reducer is None:
             return
         communicator, status = reducer.communicator, self._next_status(reducer)
-        # The store may keep this thread for seconds. A replica that the user drops
-        # meanwhile must die at once, with its parameters and buckets.
+        # The store may keep this thread for seconds. If it held the reducer meanwhile,
+        # a replica that the user drops would keep its parameters and buckets for as
+        # long.
         del reducer
         try:
             if not channel.problem:
@@ -203,14 +217,19 @@ class Heartbeat(PeerMonitor):
             value = rider(posted)
         except Exception:
             self._riders.pop(topic, None)
-            logger.exception("[rank %d] The exchange of %s ends.", self.rank, topic)
+            logger.exception(
+                "[rank %d] The exchange of %s ends, because it raised the error below. "
+                "Training goes on.",
+                self.rank,
+                topic,
+            )
         else:
             channel.post(topic, value)
 
     def say_goodbye(self, why: str) -> None:
-        """Publish now, not in the next `tick`, that this rank gives up, and ``why``.
+        """Tell the other ranks at once, not in the next `tick`, that this one gives up.
 
-        May block, as `tick` does. Raises nothing if the store is lost.
+        This may block, as `tick` does. It raises nothing if the store is lost.
         """
         self.give_up(why)
         try:

@@ -1,10 +1,13 @@
 """Describe where a rank is, and exchange that through the process group's store.
 
-    status/{rank}    where the rank is; one beat more each time     every interval
-    alarm/{number}   a rank will not come any more, and why         once that is so
+Two kinds of messages go through the store::
 
-A `TCPStore` that cannot send prints many lines. A second, silent connection shows first
-whether the host is still there: the system closes it when the host's process ends.
+    status/{rank}    where the rank is; every interval, with one beat more each time
+    alarm/{number}   a rank will not come any more, and why; once, when that is so
+
+The store lives in one process, and a `TCPStore` prints many lines when it cannot reach
+that. So there is a second, silent connection to the same port, which is looked at
+first: the system closes it when the process of the store ends.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 CONNECT_SECONDS = 2.0
-ENDED = "its process ended"  # an alarm; an error that ended it follows
+ENDED = "its process ended"  # the text of an alarm, before the error that ended it
 _PHRASES = {
     Phase.IDLE: "between two steps",
     Phase.ARMED: "after a forward, before its backward",
@@ -45,7 +48,8 @@ def _folder(package: str) -> Path:
 
 _LIBRARIES = tuple(f"{_folder(name)}/" for name in ("torch", "minidp"))
 _LIBRARIES += ("<", sysconfig.get_path("stdlib"))
-# Of the user's own collectives, which cannot say themselves that they wait.
+# Files of torch in which the user's own collectives wait. Ours say themselves that they
+# wait (`minidp.comm.waiting`), but torch's cannot.
 _TORCHS_COLLECTIVES = {
     str(_folder("torch") / "distributed" / file)
     for file in ("distributed_c10d.py", "_functional_collectives.py")
@@ -53,35 +57,39 @@ _TORCHS_COLLECTIVES = {
 
 
 class Alarm(NamedTuple):
-    """Hold a rank's message to others: it joins no further collective, and why."""
+    """The message of a rank that it joins no further collective, and why."""
 
     rank: int
-    started: int  # number of collectives that it had started by then
+    started: int  # how many collectives it had started by then
     why: str
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank publishes per beat: how far it is, where its training thread is."""
+    """What a rank publishes: how far it is, and where its training thread is."""
 
-    step: int  # synchronised backwards finished, ever
-    phase: str  # of the reducer, with missing gradients
-    started: int  # collectives, since the last reset
-    wait_description: str = ""  # the collective that is awaited; "": none
-    where: str = ""  # innermost function of its thread, and the caller in user code
-    waits: bool = False  # its thread is in a collective, of this wrapper or another
-    is_reducing: bool = False  # a synchronised backward has begun, and waits for all
+    step: int  # how many synchronised backwards have finished, ever
+    phase: str  # of the reducer, in words, with the gradients that are missing
+    started: int  # how many collectives it has started since the last reset
+    wait_description: str = ""  # the collective that it waits for; "" if it does not
+    where: str = ""  # the innermost function of its thread, and who called it
+    waits: bool = False  # whether its thread is in any collective, also of the user
+    is_reducing: bool = False  # whether a synchronised backward has begun
     steps: int = 0  # of optimizers, since the last synchronised backward
-    beat: int = 0  # counts messages: a rank whose beat stands still is not running
-    seconds: float = 0.0  # since anything above changed
+    beat: int = 0  # counts messages: a rank whose beat stands still does not run
+    seconds: float = 0.0  # since anything but the beat has changed
 
 
 def status_of(reducer: Reducer, thread: int) -> RankStatus:
-    """Return this rank's status, with beat and seconds still 0; from any thread.
+    """Return this rank's status, whose beat and seconds are still 0.
 
-    ``thread``: identifier of the thread whose place it tells.
+    It may be called on any thread, and tells the place of the thread with the
+    identifier ``thread``.
     """
-    step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
+    # The training thread goes on meanwhile. If these were read after the phase, a step
+    # could be published as finished together with the phase before its end, as if the
+    # next backward had begun.
+    step, steps = reducer.ledger.finalized, reducer.ledger.steps
     phase, queue, communicator = reducer.phase.now, reducer.queue, reducer.communicator
     text = "before finalize_backward()" if reducer.awaits_user else _PHRASES[phase]
     if phase in (Phase.REDUCING, Phase.PAUSED):
@@ -105,19 +113,20 @@ def _text_of_missing(names: list[str]) -> str:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return where a thread is, as text, and whether inside a wait for other ranks.
+    """Describe where a thread is; the flag is true if it waits for other ranks.
 
-    Text: its innermost function, and the caller in user code; "" if the thread ended.
+    The text names the innermost function, and the line of the user's code that called
+    it. It is empty if the thread has ended.
     """
     frame = _frame_of(thread)
-    inside: list[FrameType] = []  # of libraries that the user's code called
+    inside: list[FrameType] = []  # frames of libraries that the user's code called
     while frame is not None and _is_library(frame):
         inside.append(frame)
         frame = frame.f_back
     waits = is_waiting(thread) or any(
         each.f_code.co_filename in _TORCHS_COLLECTIVES for each in inside
     )
-    # The import machinery tells nothing.
+    # Frames of the import machinery would tell the reader nothing.
     inside = [each for each in inside if not each.f_code.co_filename.startswith("<")]
     if frame is None or not inside:
         innermost = [*inside, frame][0]
@@ -126,11 +135,9 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread; None if it ended.
-
-    Garbage collection is off meanwhile: up to CPython 3.11.8 it deadlocks in there
-    (CPython issue 106883), as a destructor waits for a lock that the call holds.
-    """
+    """Return the innermost frame of a thread; None if it has ended."""
+    # Up to CPython 3.11.8, a garbage collection inside this call may run a destructor
+    # that waits for a lock which the call holds (CPython issue 106883). So it is off.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,11 +161,11 @@ def _name(frame: FrameType) -> str:
 
 
 class Channel:
-    """Publish and read ranks' statuses and alarms in the process group's store.
+    """Publish and read statuses and alarms in the process group's store.
 
-    The constructor connects to a TCPStore's host (up to 2 s), only to notice its end.
-    ``has_met``: all ranks are known to have wrapped the module, because they have
-    compared their replicas, or have called ``reset()`` together.
+    The constructor takes up to 2 s to open the silent connection to the store's host.
+    ``has_met`` says that all ranks are known to have wrapped the module, because they
+    have compared their replicas, or have called ``reset()`` together.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, has_met: bool) -> None:
@@ -167,15 +174,16 @@ class Channel:
         if self._connection is not None:
             self._connection.settimeout(0)
             weakref.finalize(self, self._connection.close)
-        self.problem = ""  # why the store cannot be used any more
-        self.statuses: dict[int, RankStatus] = {}  # of others, by rank: the last ones
-        self.alarms: dict[int, Alarm] = {}  # of others, by rank: the first of each
-        self.outgoing: list[Alarm] = []
+        self.problem = ""  # why the store cannot be used any more; "" while it can
+        self.statuses: dict[int, RankStatus] = {}  # the last one of each other rank
+        self.alarms: dict[int, Alarm] = {}  # the first one of each other rank
+        self.outgoing: list[Alarm] = []  # of this rank, still to be sent
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish ``status`` (None: only alarms) and alarms in `outgoing`; empty that.
+        """Publish a status, if there is one, and all alarms in `outgoing`.
 
-        RuntimeError if the store's host is gone, or the store fails.
+        Raises:
+            RuntimeError: The store fails, or its host is gone.
         """
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
@@ -184,13 +192,10 @@ class Channel:
         while self.outgoing:
             number = self._store.add("alarms", 1)
             post_json(self._store, "alarm", number, self.outgoing[0])
-            del self.outgoing[0]  # not earlier: what failed is still to be sent
+            del self.outgoing[0]  # only now: an alarm that failed is still to be sent
 
     def lose(self, error: RuntimeError) -> None:
-        """Set `problem`, a text for reports, because the store failed with ``error``.
-
-        Sends nothing; a `Heartbeat` does not use a channel with a problem any more.
-        """
+        """Keep the reason why the store failed, as a text for reports."""
         first_line = str(error).partition("\n")[0]
         self.problem = (
             "Nothing is known about the other ranks: the process group's store is "
@@ -199,12 +204,15 @@ class Channel:
         )
 
     def read_alarms(self) -> None:
-        """Read other ranks' alarms; set `alarms` to the first valid one of each.
+        """Set `alarms` to the first valid alarm of each other rank.
 
-        Not valid once the rank's status shows a later collective: also reads statuses
-        of the ranks that sent alarms. RuntimeError if the store fails.
+        An alarm is not valid any more once the rank's status shows a later collective,
+        so the statuses of the ranks that sent alarms are read, too.
+
+        Raises:
+            RuntimeError: The store fails.
         """
-        # A rank that took a number and then failed, or was killed, leaves a gap.
+        # A rank that was killed after it took a number leaves a gap in the numbers.
         numbers = range(1, self._store.add("alarms", 0) + 1)
         rows = read_json(self._store, "alarm", numbers).values()
         alarms = [Alarm(*row) for row in reversed([*rows]) if row[0] != self.rank]
@@ -213,9 +221,12 @@ class Channel:
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
 
     def read(self, topic: str) -> dict[int, Any]:
-        """Return on rank 0 what each rank last posted under ``topic``; {} on others.
+        """Return on rank 0 what each rank has posted last under ``topic``.
 
-        Does not wait for any rank. RuntimeError if the store fails.
+        On other ranks the result is empty. It waits for no rank.
+
+        Raises:
+            RuntimeError: The store fails.
         """
         return read_json(self._store, topic, range(self.size)) if self.rank == 0 else {}
 
@@ -224,9 +235,12 @@ class Channel:
         post_json(self._store, topic, self.rank, value)
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
-        """Update `statuses` by what each of ``ranks`` posted last, if anything.
+        """Read into `statuses` what each of ``ranks`` has posted last, if anything.
 
-        Does not wait for any rank. RuntimeError if the store fails.
+        It waits for no rank.
+
+        Raises:
+            RuntimeError: The store fails.
         """
         for rank, fields in read_json(self._store, "status", ranks).items():
             self.statuses[rank] = RankStatus(**fields)
@@ -235,7 +249,8 @@ class Channel:
 def connect(store: object) -> socket.socket | None:
     """Connect to the host of a TCPStore, only to notice when that process ends.
 
-    None for other stores, or if it refuses or does not accept within two seconds.
+    The result is None for other stores, and if the host does not accept the connection
+    within two seconds.
     """
     address = address_of(store)
     try:
@@ -245,7 +260,7 @@ def connect(store: object) -> socket.socket | None:
 
 
 def is_closed(connection: socket.socket | None) -> bool:
-    """Return whether the host has closed the connection; False if it is None."""
+    """Return whether the host has closed the connection. None is never closed."""
     try:
         return connection is not None and not connection.recv(1)
     except BlockingIOError:

@@ -1,11 +1,17 @@
 """Answer a rank's questions about the others from what these publish.
 
-`Inquiry`: which ranks are missing in a collective? ::
+There are two questions. An `Inquiry` asks which ranks are missing in a collective that
+takes too long. Its answer is a `Sighting`, and ends up in the error::
 
-    Missing: rank 1. Rank 1 runs, but does something else: idle after step 3,
-    14 s without progress, in load_batch (data.py:41).
+    Missing: rank 1. Rank 1 runs, but does something else: step 3, between two steps, in
+    load_batch (data.py:41); for 14 s nothing has moved there.
 
-`Passed`: will some rank not come to a meeting, because it has gone on already?
+`Passed` asks whether some rank will not come to a meeting, because it has gone on
+already: ranks that skip a backward, or that found a mistake before an optimizer step,
+meet to compare notes, and must not wait for a rank that does something else.
+
+A question may take several heartbeats. It is kept by the `Heartbeat`, whose thread
+calls `try_answer` whenever it has read new statuses.
 """
 
 from __future__ import annotations
@@ -19,23 +25,31 @@ from minidp.comm import FutureWork, PeerReport
 
 from .rank_status import ENDED, Channel, RankStatus
 
-_STILL_SECONDS = 3.0  # a few heartbeats
-# In a wait, perhaps for the rank that asks; a rank that may answer from there has time.
+# A report says that nothing moves on a rank if nothing has for a few heartbeats.
+_STILL_SECONDS = 3.0
+# A rank that waits for so long waits perhaps for the rank that asks, and does not come.
+# One that can answer the question from inside its wait gets more time.
 _STUCK_SECONDS, _STUCK_SECONDS_OF_ANSWERERS = 0.9, 5.0
 _SECONDS_TO_ANSWER = 2.0  # a rank that waits looks for questions twice a second
-_JUST_COME_SECONDS = 1.0  # about a heartbeat: a collective may still be under way
-_MAX_TOLD = 8  # ranks
-_MAX_TEXT = 1200  # characters of another rank's error
+# The last rank has come about a heartbeat ago: the collective may still be under way.
+_JUST_COME_SECONDS = 1.0
+_MAX_TOLD = 8  # how many ranks a report describes
+_MAX_TEXT = 1200  # how many characters of another rank's error a report repeats
 
 
 class Sighting:
-    """Find out from statuses and alarms which ranks are missing in one collective.
+    """Conclude from statuses and alarms which ranks are missing in one collective.
 
-    The constructor does so, from what ``channel`` has read; ``started``: its number.
-    ``absent``: ranks that gave up; if none did, those that are silent, have published
-    no status, or have started fewer collectives and wait for none. If the store was
-    lost, a rank without status is not called absent: its status was never read.
-    ``silent``: ranks whose statuses are not renewed.
+    Args:
+        channel: Holds the statuses and alarms of other ranks that were read.
+        started: The number of the collective.
+        silent: Ranks whose statuses are not renewed.
+
+    Attributes:
+        absent: The missing ranks. These are the ones that gave up. If none did, they
+            are the ones that are silent, that have published no status, or that have
+            started fewer collectives and wait for none. If the store was lost, a rank
+            without status is not among them, because nobody could read its status.
     """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
@@ -46,7 +60,8 @@ class Sighting:
         self._others = [r for r in range(channel.size) if r != channel.rank]
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
         self._gone = sorted(late)
-        # If a rank gave up, others may be late for the same reason.
+        # If a rank gave up, the others may be late because of it. So they are not
+        # named.
         self.absent = self._gone or [
             r for r in self._others if self._is_late(r, started)
         ]
@@ -57,14 +72,15 @@ class Sighting:
             return not self._is_store_lost
         if rank in self._silent:
             return True
-        # A rank that waits is late because of another one.
+        # A rank that waits in a collective is late because of yet another rank.
         return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether the collective may still end, because all ranks live.
+        """Return whether the collective may still end.
 
-        Some other rank does not wait, and may come (also one that has published no
-        status). Or all have come, the last of them a moment ago.
+        It may if all ranks live, and one of them waits for nobody, so that it may come:
+        that is also said of a rank that has published no status. And it may if all
+        ranks have come, the last of them a moment ago.
         """
         waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
         has_just_come = not self.absent and any(
@@ -76,9 +92,9 @@ class Sighting:
         return not is_any_gone and (is_any_free or has_just_come)
 
     def to_text(self) -> str:
-        """Return sentences for an error: which ranks are missing, and what they do.
+        """Return sentences for an error that say who is missing, and what they do.
 
-        Tells what all others do if none is missing. Describes 8 ranks at most.
+        If nobody is missing, they say what all other ranks do.
         """
         told = self.absent
         head = f"Missing: rank {', '.join(map(str, told))}."
@@ -132,16 +148,16 @@ def _describe(status: RankStatus) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return another rank's error text up to "What to do:", at most 1200 characters."""
+    # The remedy in another rank's error is for that rank.
     text = text.partition(" What to do:")[0].strip().rstrip(".")
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 
 class Inquiry(FutureWork):
-    """Find out which ranks are missing in a collective; `try_answer` sets the result.
+    """The question which ranks are missing in a collective; `try_answer` answers it.
 
-    Its number is ``started``. The constructor starts the time: a rank whose status has
-    no new beat within ``silence`` seconds does not run.
+    The collective is number ``started``. A rank whose status has no new beat within
+    ``silence`` seconds, counted from the construction, is taken not to run.
     """
 
     def __init__(self, started: int, silence: float) -> None:
@@ -151,10 +167,12 @@ class Inquiry(FutureWork):
         self._first: dict[int, int] = {}  # rank -> beat
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if known, or ``silence`` is over, or the store is lost.
+        """Set the result if it is known by now, and return whether it is set.
 
-        Return whether it is set. Known: a rank gave up before that collective, or each
-        other rank gave up or has a new beat. Reads ``channel``, not the store.
+        It is known once a rank gave up before that collective, or each other rank
+        either gave up or has shown a new beat. It is also set, with what is known, when
+        ``silence`` is over or the store is lost. This reads the ``channel`` only, so it
+        never waits for the store.
         """
         statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
         for rank, status in statuses.items():
@@ -175,14 +193,24 @@ class Inquiry(FutureWork):
 
 
 class Passed:
-    """Find out which ranks do not come to a meeting; heartbeats call `try_answer`.
+    """The question which ranks will not come to a meeting; it stays open until `drop`.
 
-    The meeting is after backward number ``step``, ``steps`` optimizer steps and
-    ``started`` collectives. A rank does not come if it has *stepped* once more; if it
-    is *reducing*, in the next backward or another collective of the wrapper, without
-    that step; or if it is *gone*: further than that, into a wait for others elsewhere,
-    or for good. ``may_answer``: a rank that has stepped or is reducing comes all the
-    same, unless it waits for long and does not answer. Open until `drop`.
+    The heartbeat calls `try_answer` again and again, and each call adds to the three
+    sets below.
+
+    Args:
+        step: The number of the backward after which the ranks meet.
+        steps: How many optimizer steps the asking rank has made since that backward.
+        started: How many collectives of the wrapper the asking rank has started.
+        may_answer: Whether a rank that has stepped or is reducing comes all the same.
+            It counts as gone only if it waits for long and does not answer.
+
+    Attributes:
+        stepped: Ranks that have made one optimizer step more.
+        reducing: Ranks that are in the next backward, or in another collective of the
+            wrapper, without having made that step.
+        gone: Ranks that are further than that, wait for others elsewhere, or have
+            ended.
     """
 
     def __init__(
@@ -198,7 +226,7 @@ class Passed:
         self.gone: set[int] = set()
 
     def drop(self) -> None:
-        """Forget the question: nobody waits for the answer any more."""
+        """End the question, because nobody waits for the answer any more."""
         self._is_dropped = True
 
     def is_completed(self) -> bool:
@@ -206,7 +234,7 @@ class Passed:
         return self._is_dropped
 
     def try_answer(self, channel: Channel) -> bool:
-        """Fill the sets from ``channel``; return `is_completed`. Reads no store."""
+        """Add to the sets what the ``channel`` has read; return `is_completed`."""
         self.gone |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
             is_new = status.beat > self._first.setdefault(rank, status.beat)
@@ -218,7 +246,7 @@ class Passed:
         return self._is_dropped
 
     def _kind(self, status: RankStatus, *, is_stuck: bool) -> set[int] | None:
-        """Return the set of ranks with this status; None: such a rank may come."""
+        """Return the set that a rank of this status belongs to; None if it may come."""
         is_here = status.step == self._step
         waits_for_us = status.started > self._started  # in a collective of the wrapper
         if self._may_answer:

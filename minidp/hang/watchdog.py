@@ -1,6 +1,11 @@
 """Serve the `Heartbeat` of every replica, in one daemon thread per process.
 
-Also ends the process when a collective hangs on an accelerator: no thread could raise.
+The training thread may be stuck in a collective, in a checkpoint or in the user's own
+code. So a thread of its own publishes where this rank is, and reads where the others
+are. It also tells the other ranks when a replica is deleted or the process ends.
+
+Where a collective hangs on an accelerator, this thread ends the process: the host does
+not wait for such a collective, so there is no thread in which an error could be raised.
 """
 
 from __future__ import annotations
@@ -28,32 +33,35 @@ from .heartbeat import Heartbeat
 from .rank_status import ENDED
 
 logger = logging.getLogger("minidp")
-EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
+EXIT_SECONDS = 1.0  # how long the exit of the process waits for the final heartbeat
 
 
 class Watchdog:
-    """Serve all heartbeats in one thread; end the process if CUDA's collectives hang.
+    """Serve all heartbeats of this process in one thread.
 
-    There is one, `the_watchdog`. The first heartbeat starts the thread, which ends when
-    no replica is left.
+    There is one object, `the_watchdog`. The first heartbeat starts its thread, which
+    ends when no replica is left.
     """
 
     def __init__(self) -> None:
         self._heartbeats: list[Heartbeat] = []
         self._leaving: list[Heartbeat] = []  # of deleted replicas
         self._lock = threading.Lock()
-        self._bell = world.event()
+        self._bell = world.event()  # wakes the thread
         self._thread: threading.Thread | None = None
         self._pid = 0
-        self._farewell = ""  # why the process ends
-        self._is_mute = False  # the process ends now
-        self._judged: list[Heartbeat] = []  # whose collectives may hang on a device
+        self._farewell = ""  # why the process ends; "" while it goes on
+        self._is_mute = (
+            False  # whether the process ends now, so that stores may be gone
+        )
+        self._judged: list[Heartbeat] = []  # those that a thread of `_judge` looks at
 
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:
-        """Publish a replica's status from now on; let its errors name missing ranks.
+        """Publish a replica's status, and let its errors name missing ranks.
 
-        Sets the communicator's ``peers``; starts the thread if none runs. Does nothing
-        for one rank or without time limit; without a store only warns.
+        For this the communicator of the reducer gets the heartbeat as its ``peers``,
+        and the thread is started if none runs. Nothing happens for one rank alone, or
+        if hang reports are off. Without a store there is a warning, and no reports.
         """
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:
@@ -64,11 +72,12 @@ class Watchdog:
         communicator.peers = heartbeat = Heartbeat(reducer, key, self._bell.set)
         weakref.finalize(reducer, self._dismiss, heartbeat).atexit = False
         with self._lock:
-            if self._pid != os.getpid():  # the first one, or the child of a fork
+            # In the child of a fork this object is a copy, and its thread does not run.
+            if self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._heartbeats, self._leaving, self._thread = [], [], None
                 atexit.register(self._leave_with_the_process)
-                # A child of multiprocessing ends without atexit, mostly.
+                # Most children of multiprocessing end without running atexit.
                 Finalize(None, self._leave_with_the_process, exitpriority=0)
             self._heartbeats.append(heartbeat)
             if self._thread is None:
@@ -78,11 +87,8 @@ class Watchdog:
                 self._thread.start()
 
     def _dismiss(self, heartbeat: Heartbeat) -> None:
-        """Finalizer of a reducer: let the thread tell other ranks that it is gone.
-
-        No-op in a forked child.
-        """
-        if heartbeat.pid == os.getpid():  # else a child has inherited the object
+        """Let the thread tell the other ranks that a replica is gone."""
+        if heartbeat.pid == os.getpid():  # else a forked child has inherited the object
             self._leaving.append(heartbeat)
             self._bell.set()
 
@@ -99,10 +105,10 @@ class Watchdog:
             self._bell.clear()
 
     def _drop_deleted(self) -> list[Heartbeat]:
-        """Remove deleted replicas' heartbeats; return those that remain.
+        """Remove the heartbeats of deleted replicas, and return those that remain.
 
-        Sends the others an alarm for each, unless torch.distributed was destroyed or
-        the process ends. If none remain, forgets the thread, which ends then.
+        The other ranks are told of each one that is removed. If none remains, the
+        thread is forgotten, because it ends then.
         """
         while self._leaving:
             heartbeat = self._leaving.pop()
@@ -117,16 +123,21 @@ class Watchdog:
 
     def _serve(self, heartbeat: Heartbeat) -> None:
         try:
-            if is_initialized() and not self._is_mute:  # else a store may be gone
+            # Otherwise the store may be gone already.
+            if is_initialized() and not self._is_mute:
                 heartbeat.tick()
                 self._end_what_hangs(heartbeat)
-        except Exception:  # the others are served, too, and this one the next time
-            logger.exception("The watchdog failed; hang reports may be incomplete.")
+        except Exception:  # go on with the other heartbeats, and with this one later
+            logger.exception(
+                "The watchdog failed once, for the reason below. Training goes on; a "
+                "hang report may miss what it would have read now."
+            )
 
     def _leave_with_the_process(self) -> None:
-        """At exit let the thread tell other ranks, and which error ended the process.
+        """At exit, let the thread tell the other ranks why this process ends.
 
-        Then it stops. Waits up to 2 s; no-op without a thread or in a forked child.
+        They are told the error that ended it, if there is one. This waits up to 2 s for
+        the thread to end.
         """
         thread = self._thread
         if thread is None or self._pid != os.getpid() or self._is_mute:
@@ -142,23 +153,25 @@ class Watchdog:
     def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
         """If a collective is late on an accelerator, start a thread to `_judge` it.
 
-        Not while one judges this heartbeat. Collectives that the host waits for (gloo)
-        are not concerned.
+        Collectives that the host waits for, as on Gloo, raise where they are waited
+        for, and do not come here.
         """
         communicator = heartbeat.communicator
         late = None if communicator is None else communicator.find_late_on_device()
         if communicator and late and heartbeat not in self._judged:
             self._judged.append(heartbeat)
-            # This thread finds out who is missing: another one has to wait for that.
+            # This thread is the one that finds out who is missing. So it cannot wait
+            # for the answer itself.
             args = (heartbeat, communicator, late)
             world.thread(target=self._judge, args=args).start()
 
     def _judge(
         self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
     ) -> None:
-        """End the process, unless the limit of ``late`` is extended; wait some seconds.
+        """End the process, unless the missing ranks may still come.
 
-        Logs a report first, and aborts the group; exits with 1, without any cleanup.
+        The report is logged first. The process ends without any cleanup, with exit
+        status 1. Asking the other ranks takes some seconds.
         """
         if communicator.extend(late):
             self._judged.remove(heartbeat)

@@ -1,12 +1,15 @@
 """Find, build and load the optional native extension of ``csrc/``.
 
-MINIDP_NATIVE is read when a process first asks for the extension: ``auto`` (default)
-loads a binary that fits and never compiles or fails, ``0`` never loads, ``build``
-builds a missing binary and warns if it cannot, ``1`` fails then. Without one, Python
-kernels do the same.
+Without the extension, Python kernels do the same, with the same bits. MINIDP_NATIVE
+says what a process does when it first asks for it::
 
-Read `state` (what this process has decided), then `binary` (where binaries lie, and how
-torch's ``cpp_extension`` builds them).
+    auto     (the default) load a binary that fits; never compile, never fail
+    0        never load one
+    build    build a binary if none fits; if that is not possible, warn and go on
+    1        build a binary if none fits; if that is not possible, fail
+
+Read `state` first, which is what this process has decided, then `binary`, which is
+where binaries lie, and how torch's ``cpp_extension`` builds them.
 """
 
 from __future__ import annotations

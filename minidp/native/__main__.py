@@ -14,10 +14,11 @@ from .state import attempt, build, read_mode
 
 _EPILOG = """\
 environment variables:
-  MINIDP_NATIVE        auto (default): use a binary that fits, if there is one;
+  MINIDP_NATIVE        what a training script does with the extension:
+                       auto (default): use a binary that fits, if there is one;
                        build: build it if needed, go on in Python if that fails;
-                       0: never; 1: build it if needed, and fail without it
-  MINIDP_NATIVE_CACHE  folder for binaries (default: ~/.cache/minidp)
+                       0: never use it; 1: build it if needed, and fail without it
+  MINIDP_NATIVE_CACHE  the folder for binaries (default: ~/.cache/minidp)
   CXX                  the C++ compiler (default: c++)
   MAX_JOBS             how many files to compile at a time (default: all cores)
   CUDA_HOME            the CUDA toolkit for the kernels on GPUs, if torch has CUDA
@@ -26,36 +27,42 @@ environment variables:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands ``build`` and ``status`` and their options to ``parser``."""
-    parser.description = "minidp's optional native kernels."
+    parser.description = (
+        "Builds minidp's optional C++ extension, or says whether it loads. With it a\n"
+        "step takes less time; gradients have the same bits without it."
+    )
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True)
-    making = commands.add_parser("build", help="compile csrc/, unless it is compiled")
-    making.add_argument("--force", action="store_true", help="compile in any case")
+    making = commands.add_parser(
+        "build", help="compile the extension, unless that is done already"
+    )
+    making.add_argument(
+        "--force", action="store_true", help="compile also if that is done already"
+    )
     making.add_argument(
         "--verbose", action="store_true", help="show commands and compiler output"
     )
     making.add_argument(
         "--optional",
         action="store_true",
-        help="say nothing if it is built; exit with status 0 also if it cannot be",
+        help="for scripts: say nothing if it is built already, and exit with status 0 "
+        "also if it cannot be built",
     )
     commands.add_parser(
         "status",
-        help="say whether they load, and why; exit status 1 if not",
-        description="Says whether the native kernels load, and why. Never builds.",
+        help="say whether the extension loads, and why; the exit status is 1 if not",
+        description="Says whether the native kernels load, and why. It never builds "
+        "them.",
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``build`` or ``status``; return 0, 1 (failed, not loaded) or 130 (Ctrl-C).
-
-    ``status`` loads a binary that fits, except in mode "0", but never builds one.
-    """
+    """Run ``build`` or ``status``, and return the exit status."""
     try:
         if options.action == "build":
             return _build(options)
         mode = read_mode()
-        # Not as in "1" and "build": to ask must not start a build.
+        # In the modes "1" and "build" this would build. To ask must not do that.
         _, status = attempt("0" if mode == "0" else "auto")
         say(str(dataclasses.replace(status, mode=mode)))
         return 0 if status.is_loaded else 1
@@ -65,17 +72,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Run ``build``; return 0, or 130 after Ctrl-C; MiniDPError if the build fails.
-
-    ``--optional``: return 0 also if it fails; and at once in mode "0", or without
-    ``--force`` if a binary loads. From the build on SIGTERM and SIGHUP act as Ctrl-C.
-    """
+    """Run ``build`` and return the exit status; a MiniDPError says why it failed."""
     if options.optional and (
         read_mode() == "0" or (not options.force and attempt("auto")[0])
     ):
         return 0
     start = time.perf_counter()
-    # As Ctrl-C: they end the compilers, too.
+    # These signals are to act as Ctrl-C does, which ends the compilers, too.
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         signal.signal(number, signal.default_int_handler)
     try:

@@ -6,11 +6,11 @@ by mistake; a lock that the system releases if its holder dies; and a binary tha
 processes see whole or not at all, however the build ends::
 
     ~/.cache/minidp/
-        lock                        held by the process that builds
-        building-k3j2x/             used by that process only; stays if it is killed
-        4f1c.../inputs.json         what the binary was built from, and its hash
-        4f1c.../_minidp_native.so
-        4f1c....log                 what the compilers of a failed build said
+        lock                        the process that builds holds it building-k3j2x/
+        only that process uses it; it stays if that is killed 4f1c.../inputs.json
+        what the binary was built from, and its hash 4f1c.../_minidp_native.so   the
+        binary 4f1c....log                 what the compilers of a failed build have
+        said
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ EXTENSION = "_minidp_native"
 COMMON = (
     *("-std=c++20", "-O3", "-DNDEBUG"),
     "-DAT_PER_OPERATOR_HEADERS",  # torch's headers then leave out all operators
-    # Torch's own name for a second build in one process would be another one.
+    # For a second build in one process, torch would choose another name by itself.
     *("-UTORCH_EXTENSION_NAME", f"-DTORCH_EXTENSION_NAME={EXTENSION}"),
 )
-# a * b + c in one rounding would differ from the reference kernels in Python.
+# -ffp-contract=off, because a * b + c in one rounding would differ from the kernels in
+# Python, which are the reference.
 FLAGS = (
     *(*COMMON, "-fvisibility=hidden", "-Wall", "-ffp-contract=off"),
     *("-march=native", "-fopenmp"),
-    # GCC collects garbage later: saves a tenth of the time, takes 300 MB per compiler.
+    # GCC collects its garbage later: this saves a tenth of the time, and takes 300 MB
+    # for each compiler.
     *("--param=ggc-min-expand=400", "--param=ggc-min-heapsize=524288"),
 )
-# Without the macros, ATen/cpu/vec has only its scalar forms.  Not AVX512, although the
-# CPU may have it: copies and sums are bound by memory.
+# Without these macros, ATen/cpu/vec has only its scalar forms. AVX512 would gain
+# nothing where a CPU has it, because copies and sums are bound by memory.
 AVX2_FLAGS = (
     *("-mavx2", "-mfma", "-mf16c"),
     *("-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
@@ -62,10 +64,10 @@ NVCC_FLAGS = (
     *(*COMMON, "--expt-relaxed-constexpr", "--fmad=false", "-arch=native"),
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
-_TAIL = 15  # lines of the compilers' output in an error
+_TAIL = 15  # how many lines of the compilers' output an error shows
 
-Say = Callable[[str], None]  # called with a line of progress
-Inputs = Mapping[str, str]  # of a build, as texts, by name
+Say = Callable[[str], None]  # is called with each line of progress
+Inputs = Mapping[str, str]  # what decides a build, as texts by name
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Binary:
 
 
 def source_folder() -> Path:
-    """Return ``csrc/``: a link to it in a checkout, a copy in an installed package."""
+    """Return the folder of the sources, which is a link to ``csrc/`` in a checkout."""
     return Path(__file__).parents[1] / "csrc"
 
 
@@ -96,11 +98,10 @@ def flags() -> tuple[str, ...]:
 
 
 def inputs() -> dict[str, str]:
-    """Return what decides a binary: sources, flags, torch, Python, CPU, GPUs.
+    """Return what decides a binary: sources, flags, torch, Python, CPU and GPUs.
 
-    Every process that loads the binary calls it, so that nothing is compiled or started
-    here. Compilers are no input: a binary outlives them, as in a container's second
-    stage.
+    Every process that loads the binary calls this, so it must be quick. Compilers do
+    not count, because a binary may outlive them, as in the second stage of a container.
     """
     folder, versions = source_folder(), torch.version
     return {
@@ -119,7 +120,7 @@ def inputs() -> dict[str, str]:
 
 
 def key(wanted: Inputs) -> str:
-    """Return the name of the folder in the cache that inputs have: 16 hex digits."""
+    """Return the name of the folder in the cache for some inputs."""
     text = json.dumps(wanted, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -130,7 +131,7 @@ def _hash(path: Path) -> str:
 
 @functools.cache
 def _cpu_features() -> str:
-    """Return the first CPU's features by /proc/cpuinfo; else (not Linux) its name."""
+    """Return the features of the CPU, or where the system is not Linux, its name."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
         if found := re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE):
@@ -139,9 +140,10 @@ def _cpu_features() -> str:
 
 
 def _gpus() -> str:
-    """Return the models of the GPUs by /proc, "" if it lists none.
+    """Return the models of the GPUs, as /proc lists them.
 
-    Asking CUDA instead would initialise it here, and a forked process could not use it.
+    CUDA would know them, too. But asking it would initialise it, and a process that is
+    forked afterwards could not use it.
     """
     paths = Path("/proc/driver/nvidia/gpus").glob("*/information")
     lines = (line for path in paths for line in path.read_text().splitlines())
@@ -163,14 +165,14 @@ def cache() -> Path:
 
 
 def find(wanted: Inputs) -> tuple[Binary | None, str]:
-    """Return the intact binary of these inputs, and ""; else None, and why.
+    """Return the intact binary of these inputs and "", or None and why there is none.
 
-    Why: nothing is built, the binary is damaged, or stale; that names the inputs by
-    which the most similar binary differs.
+    If the binary is stale, the text names the inputs by which the most similar one
+    differs.
     """
     records = []
     for path in sorted(cache().glob("*/inputs.json")):
-        # What cannot be read is no record, or not one of this version of minidp.
+        # A file that cannot be read is no record, or not one of this version of minidp.
         with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_text())
             old, digest = dict(record["inputs"]), str(record["digest"])
@@ -186,7 +188,7 @@ def find(wanted: Inputs) -> tuple[Binary | None, str]:
     changes, digest, binary = min(records, key=lambda record: len(record[0]))
     if changes:
         return None, f"The binary is stale: built with another {', '.join(changes)}."
-    # To map a truncated file kills the process.
+    # A process that maps a truncated file is killed, so the hash is looked at first.
     if not binary.path.exists() or _hash(binary.path) != digest:
         return None, f"The binary {binary.path} is damaged."
     return binary, ""
@@ -212,14 +214,15 @@ def _publish(wanted: Inputs, built: Path, left_out: list[str]) -> Binary:
 def build_into_cache(
     wanted: Inputs, say: Say, *, force: bool = False, verbose: bool = False
 ) -> Binary:
-    """Return the cached binary; build it if ``force``, or if no intact one is cached.
+    """Return the binary in the cache, and build it if there is none, or if ``force``.
 
-    Wait, without limit, while another process builds; without ``force`` that one's
-    binary is then returned. NativeError: no compiler, no ninja, sources missing or
-    changed during the build, a failed command or write.
+    If another process is building, this waits for it, without a limit.
+
+    Raises:
+        NativeError: The build failed, or the cache cannot be written.
     """
     try:
-        # Look first without the lock, which may be held for minutes.
+        # The lock may be held for minutes, so the first look is without it.
         found = None if force else find(wanted)[0]
         if found is None:
             with _lock(say):
@@ -237,7 +240,6 @@ def build_into_cache(
 
 
 def _lock(say: Say) -> AbstractContextManager[object]:
-    """Acquire the cache's lock, which the context releases; wait for it, and say so."""
     cache().mkdir(parents=True, exist_ok=True)
     lock = FileLock(cache() / "lock")
     try:
@@ -248,9 +250,8 @@ def _lock(say: Say) -> AbstractContextManager[object]:
 
 
 def _build(wanted: Inputs, say: Say, *, verbose: bool) -> Binary:
-    """Compile, link and publish, with the lock held. After an error nothing is left."""
     for leftover in cache().glob("building-*"):
-        # Its builder is dead: a living one would hold the lock.
+        # Who made it is dead, because we hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix="building-", dir=cache(), ignore_cleanup_errors=True
@@ -269,8 +270,8 @@ def _compile(
 ) -> tuple[Path, list[str]]:
     """Compile and link in an empty folder; return the binary, and what it lacks.
 
-    The files of ``cuda/`` are optional: they need a CUDA toolkit, which many machines
-    with a torch for CUDA do not have, and all else works without them.
+    The files of ``cuda/`` are optional. They need a CUDA toolkit, which many machines
+    with a torch for CUDA do not have, and everything else works without them.
     """
     sources = [p for p in source_files(source_folder()) if p.suffix in (".cpp", ".cu")]
     plain = [path for path in sources if path.parent == source_folder()]
@@ -299,7 +300,6 @@ def _compile(
 
 
 def _look_for_tools(sources: list[Path]) -> None:
-    """Raise NativeError if there is nothing to compile, or nothing to compile with."""
     if not sources:
         raise NativeError(f"There are no C++ sources to build in {source_folder()}.")
     if shutil.which(cxx()) is None:
@@ -314,14 +314,15 @@ def _look_for_tools(sources: list[Path]) -> None:
 
 
 def cxx() -> str:
-    """Return the program of the C++ compiler."""
+    """Return the program of the C++ compiler, without its options."""
     return shlex.split(os.environ.get("CXX") or "c++")[0]
 
 
 def _path_with_ninja() -> str:
-    """Return PATH, with the folder where pip has put ninja's program.
+    """Return PATH, with the folder where pip has put the program of ninja.
 
-    It is missing there if a virtual environment's Python was started by its path.
+    That folder is missing in PATH if the Python of a virtual environment was started by
+    its path.
     """
     folders = [os.environ.get("PATH", "")]
     with suppress(ImportError):
@@ -331,7 +332,8 @@ def _path_with_ninja() -> str:
 
 def cuda_toolkit() -> str:
     """Return the folder of a CUDA toolkit that fits torch; NativeError without one."""
-    # Torch takes nvcc's place for the toolkit's, which is wrong if nvcc is a script.
+    # Torch guesses the toolkit's folder from that of nvcc, which is wrong if nvcc is a
+    # script. So there is one more guess.
     guesses = [os.environ.get("CUDA_HOME"), _cpp_extension().CUDA_HOME]
     for home in [*filter(None, guesses), "/usr/local/cuda"]:
         nvcc = shutil.which(str(Path(home, "bin", "nvcc")))
@@ -343,17 +345,18 @@ def cuda_toolkit() -> str:
         if f"release {major}." in said.stdout:
             return str(home)
     raise NativeError(
-        f"found no nvcc with headers of CUDA {torch.version.cuda}; CUDA_HOME names them"
+        f"found no CUDA toolkit (nvcc and headers) for CUDA {torch.version.cuda}; if "
+        "there is one, set CUDA_HOME to its folder"
     )
 
 
 def _cpp_extension() -> Any:
-    # Imported only for a build: the import takes half a second.
+    # The import takes half a second, and only a build needs it.
     return importlib.import_module("torch.utils.cpp_extension")
 
 
 def _load(sources: list[Path], folder: Path, *, verbose: bool, home: str = "") -> Path:
-    """Let torch and ninja build in ``folder``; NativeError has what they said."""
+    """Let torch and ninja build in ``folder``; a NativeError holds what they said."""
     torch_build = _cpp_extension()
     folder.mkdir()
     before = torch_build.CUDA_HOME, os.environ.get("PATH", "")
@@ -367,7 +370,7 @@ def _load(sources: list[Path], folder: Path, *, verbose: bool, home: str = "") -
             build_directory=str(folder),
             verbose=verbose,
             with_cuda=bool(home),
-            # Opens the library, but leaves its initialisation to `state.load`.
+            # This opens the library, but leaves its initialisation to `state.load`.
             is_python_module=False,
         )
     except (RuntimeError, ImportError, OSError) as error:
@@ -379,7 +382,7 @@ def _load(sources: list[Path], folder: Path, *, verbose: bool, home: str = "") -
 
 
 def _main_line(output: str) -> str:
-    """Return the line that says most: the first of many errors is the real one."""
+    """Return the line that says most, which is the first of many errors."""
     lines = output.splitlines() or ["(nothing)"]
-    words = ("error:", "cannot find")  # a linker's reason has no "error:"
+    words = ("error:", "cannot find")  # what a linker says has no "error:"
     return next((x for x in lines if any(word in x for word in words)), lines[-1])

@@ -1,4 +1,8 @@
-"""Load the C++ extension at most once per process; keep the reason, if not."""
+"""Load the C++ extension at most once per process, and keep the reason if it does not.
+
+The first call of `library` or `status` decides for the whole process. A reducer must
+not find the extension in one backward, and not in the next.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,21 @@ BUILD = "python -m minidp.native build"
 
 @dataclass(frozen=True)
 class NativeStatus:
-    """Result of an attempt to load the native kernels, and what it was based on."""
+    """The result of an attempt to load the native kernels, and what it was based on."""
 
-    mode: str  # value of MINIDP_NATIVE: "auto", "build", "0" or "1"
+    mode: str  # the value of MINIDP_NATIVE: "auto", "build", "0" or "1"
     is_loaded: bool
     path: Path | None  # the binary that was loaded, or that failed to load
     reason: str  # why the kernels are loaded or not, and what to do next
     cache: Path | None = None  # the folder that was searched for a binary
-    key: str = ""  # name of the folder in it for a binary that fits this process
-    torch: str = ""  # version, CUDA version and commit
-    flags: str = ""  # of compilers, optional ones included; the log has the commands
+    key: str = ""  # the name of the folder in it for a binary that fits this process
+    torch: str = ""  # its version, CUDA version and commit
+    flags: str = ""  # those of the compilers, optional ones included
     left_out: tuple[str, ...] = ()  # what the binary lacks, and why
 
     @property
     def shared_memory(self) -> str:
-        """Return, as text, whether CPU ranks may share buckets' memory, or why not."""
+        """Whether CPU ranks may share the memory of buckets, or why not, as a text."""
         if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
             return "no: MINIDP_SHARED_MEMORY=0"
         if not self.is_loaded or sys.platform != "linux":
@@ -46,7 +50,7 @@ class NativeStatus:
         return "where CPU ranks share a host (torchrun -m minidp.doctor asks them)"
 
     def __str__(self) -> str:
-        """Return one line per field, with ``-`` for an empty one."""
+        """Return a line for each field."""
         facts = {
             "native kernels": "loaded" if self.is_loaded else "not loaded",
             "reason": self.reason,
@@ -65,15 +69,18 @@ class NativeStatus:
 
 
 _lock = threading.Lock()
-_decided: tuple[ModuleType | None, NativeStatus] | None = None  # by the first `_decide`
+_decided: tuple[ModuleType | None, NativeStatus] | None = None  # set once, by `_decide`
 
 
 def library() -> ModuleType | None:
-    """Return the extension, or None to run without it; the first call decides that.
+    """Return the extension, or None to run without it.
 
-    That call loads it; with MINIDP_NATIVE=build or 1 it first builds it if needed,
-    which takes a while. NativeError in mode 1 if there is none. ValueError if
-    MINIDP_NATIVE is none of auto, build, 0 and 1.
+    The first call decides that for the process, and loads the extension. With
+    MINIDP_NATIVE=build or 1 it builds it if needed, which takes a while.
+
+    Raises:
+        NativeError: MINIDP_NATIVE is 1, but there is no extension.
+        ValueError: MINIDP_NATIVE is none of auto, build, 0 and 1.
     """
     module, found = _decided or _decide()
     if module is None and found.mode == "1":
@@ -84,10 +91,12 @@ def library() -> ModuleType | None:
 
 
 def status() -> NativeStatus:
-    """Load the extension unless that was tried; return whether it is loaded, and why.
+    """Load the extension if that was not tried yet; say whether it is loaded, and why.
 
-    As `library`, may compile, and ValueError for a bad MINIDP_NATIVE; but no
-    NativeError: `NativeStatus.reason` has its text.
+    As `library` it may build. But an error of that is only told, as the reason.
+
+    Raises:
+        ValueError: MINIDP_NATIVE is none of auto, build, 0 and 1.
     """
     return _decide()[1]
 
@@ -95,20 +104,24 @@ def status() -> NativeStatus:
 def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -> Path:
     """Build the native kernels unless the cache has them; return the binary's path.
 
-    They are not loaded. ``force``: build also if the cache has an intact binary;
-    ``say`` gets each line of progress; ``verbose``: ninja and the compilers write to
-    the standard output. NativeError: no compiler, ninja or source, a compiler failed,
-    or the cache cannot be written.
+    They are not loaded.
+
+    Args:
+        force: Whether to build also if the cache has an intact binary.
+        verbose: Whether ninja and the compilers write to the standard output.
+        say: Is called with each line of progress.
+
+    Raises:
+        NativeError: The build failed, or the cache cannot be written.
     """
     wanted = binary.inputs()
     return binary.build_into_cache(wanted, say, force=force, verbose=verbose).path
 
 
 def _decide() -> tuple[ModuleType | None, NativeStatus]:
-    """Return the extension, or None, and the status: of the first call's `attempt`.
+    """Return the extension, or None, and the status, as the first call finds them.
 
-    That call also logs the reason; other threads wait for it. ValueError for a bad
-    MINIDP_NATIVE: the next call tries again.
+    That call also logs the reason. Other threads wait for it.
     """
     global _decided  # one process, one extension
     with _lock:
@@ -131,10 +144,10 @@ def read_mode() -> str:
 
 
 def attempt(mode: str) -> tuple[ModuleType | None, NativeStatus]:
-    """Try to load the extension; return it, or None, and the status. Never raises.
+    """Try to load the extension; return it, or None, and the status.
 
-    An error becomes the status's ``reason``. Modes "1" and "build" build if the cache
-    has no intact, fitting binary; "auto" does not; "0" does not look for one.
+    It never raises: an error becomes the ``reason`` of the status. In the modes "1" and
+    "build" it builds a binary if none fits.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
@@ -147,7 +160,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, NativeStatus]:
         facts.update({name: wanted[name] for name in ("torch", "flags")})
         found, why_not = binary.find(wanted)
         if found is None and mode in ("1", "build"):
-            # Silence would look like a hang.
+            # Without a word the process would seem to hang.
             _LOG.log(
                 _notable(), "Building the C++ extension, once: it takes about 25 s."
             )
@@ -161,23 +174,20 @@ def attempt(mode: str) -> tuple[ModuleType | None, NativeStatus]:
         reason = "A binary of these sources, this torch and this CPU was found."
     except NativeError as error:
         reason = str(error)
-    except Exception as error:  # `library` raises it if the extension is required
+    except Exception as error:  # if the extension is required, `library` raises it
         reason = f"Looking for a binary failed: {type(error).__name__}: {error}"
     is_loaded = module is not None
     return module, NativeStatus(mode, is_loaded, path, reason, binary.cache(), **facts)
 
 
 def _notable() -> int:
-    """Return the log level for what one process per host is to show.
-
-    WARNING if LOCAL_RANK is 0 or unset, else INFO.
-    """
+    """Return the log level for what only one process of each host is to show."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     return logging.WARNING if is_first else logging.INFO
 
 
 def load(path: Path) -> ModuleType:
-    """Load the binary as the extension module; NativeError if that fails."""
+    """Load a binary as the extension module; NativeError if that fails."""
     loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(path))
     spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)
     assert spec is not None  # a loader was given

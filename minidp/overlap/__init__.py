@@ -1,10 +1,11 @@
-"""Analyse recorded steps: is communication hidden behind the backward, if not, why?
+"""Analyse recorded steps: is communication hidden behind the backward? If not, why?
 
-Read `timeline` (recorded steps, as data), `stopwatch` (records the steps of a reducer),
-`analysis` (what is hidden, what is exposed, which step is typical), `skew` (the ranks
-on one clock; which rank is late), `forecast` (what another layout would gain; `analyse`
-returns all numbers of a run), `advice` (what to change), `text` (the report), `chrome`
-(traces), `page` (the report, the steps and a forecast as one HTML file).
+Read the files in this order. `timeline` has recorded steps as data, and `stopwatch`
+records those of a reducer. `skew` puts the ranks on one clock, and says which is late.
+`analysis` says what is hidden and what is exposed, and which step is typical.
+`forecast` predicts what another layout would gain; its `analyse` returns all numbers of
+a run. `advice` says what to change. `text` writes all this as a report, `page` as one
+HTML file, and `chrome` writes the steps as a trace.
 """
 
 from .chrome import chrome_trace

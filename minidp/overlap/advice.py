@@ -11,25 +11,25 @@ from .forecast import Analysis
 from .skew import BACKWARD, FORWARD
 from .timeline import AUTO, AUTO_TRIES, Timeline
 
-WORTH = 0.03  # share of a step: smaller gains are not advised
+WORTH = 0.03  # a gain must be this share of a step to be advised
 COMPRESSIBLE, COMPRESSION = "float32", "fp16_compress_hook"
 LATENCY_BYTES = 64 * 1024  # compression does not make smaller buckets faster
 
 
 class Change(NamedTuple):
-    """Hold a change that the report may advise, and the gain that is predicted."""
+    """A change that the report may advise, and the gain that is predicted."""
 
-    gain_s: float  # predicted seconds per step
-    advice: str  # a sentence that tells to make it, with its gain
+    gain_s: float  # in seconds per step
+    advice: str  # a sentence that says what to do, with its gain
 
 
 def advise(found: Analysis) -> str:
-    """Return advice as text: why there is none, or the first that gains 3 % of a step.
+    """Return the advice as a text: what to change, or why nothing is worth it.
 
-    No advice: one rank, no reduced bucket, "auto" still trying, too little exposed.
-    Else in order: balance a late rank, unless a bucket cap gains more; look for varying
-    load if ranks wait in half of what is exposed; `_best_change`, called uncertain if
-    p10 and p90 of the steps differ by more than twice its gain.
+    A late rank is looked at first, unless a bucket cap gains more. Then comes the case
+    that ranks wait for each other, but not always for the same one. The rest is left to
+    `_best_change`, whose advice is called uncertain if steps differ by more than it
+    gains.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:
@@ -48,7 +48,8 @@ def advise(found: Analysis) -> str:
     late, change = straggler(found), _best_change(found)
     if late.gain_s >= max(worth, _cap_gain(found)):
         return late.advice
-    # Of a bucket, waiting comes before its bytes, and what is hidden comes first.
+    # In time, waiting comes before the transfer, and the hidden part before the
+    # exposed.
     waiting_s = sum(max(0.0, each.late_s - each.hidden_s) for each in one.buckets)
     if waiting_s >= max(worth, 0.5 * one.exposed_s):
         return (
@@ -68,10 +69,7 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return the seconds per step that the best bucket cap is predicted to gain.
-
-    0 without a forecast, or if ``bucket_cap_mb="auto"`` has chosen the buckets.
-    """
+    # What ``bucket_cap_mb="auto"`` has measured is better than a prediction.
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]
@@ -80,8 +78,8 @@ def _cap_gain(found: Analysis) -> float:
 def _best_change(found: Analysis) -> Change:
     """Return the change to advise: a bucket cap, fp16 compression, or more per step.
 
-    The cap if it gains 3 % of a step, and at least half of what compression gains; else
-    compression if it gains 3 %; else `_accumulation`, whatever that gains.
+    A bucket cap changes no gradient, so it is preferred to compression if it gains at
+    least half as much. Doing more per step is advised if neither of them gains enough.
     """
     timelines, forecast = found.run.ranks, found.forecast
     step_s = found.shown.typical.seconds
@@ -112,18 +110,17 @@ def _best_change(found: Analysis) -> Change:
 
 
 def _is_compressible(found: Analysis) -> bool:
-    """Return whether fp16 may help: all float32, no comm hook, a bucket over 64 KiB."""
     first = found.run.ranks[0]
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
     largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
-    # A comm hook may compress already.
+    # If there is a comm hook, it may compress already.
     return is_wide and not first.where.comm_hook and largest > LATENCY_BYTES
 
 
 def _accumulation(found: Analysis) -> Change:
-    """Return the change "larger batches, or more backwards under no_sync() per step".
+    """Return the advice to do more per step, which halves what is exposed.
 
-    Its gain is half of what is exposed; the text says why no layout is advised.
+    It also says why no layout is advised.
     """
     one, why = found.shown.typical, "no bucket size would change that"
     if found.forecast is None:
@@ -140,11 +137,10 @@ def _accumulation(found: Analysis) -> Change:
 
 
 def straggler(found: Analysis) -> Change:
-    """Return the change "balance the load" for the rank latest at the last bucket.
+    """Return the advice to balance the load, for the rank that comes last.
 
-    The advice says where most of that rank's lateness arises. Gain 0 and advice "" if
-    there is no skew, or if in over a quarter of the steps the rank's lateness is within
-    the clocks' error, or half of its median. Never gains more than what is exposed.
+    It says where most of that rank's lateness arises. There is no such advice, and no
+    gain, unless the rank is clearly late in three of four steps.
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:
@@ -174,10 +170,10 @@ def straggler(found: Analysis) -> Change:
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
-    """Return "A to B", the modules of the first and the last of parameters ``members``.
+    """Return "A to B", the modules of the first and the last parameter of a bucket.
 
-    First and last by index; "A" if they are equal. Instead of the root module, or of
-    one whose whole name is a number, the parameter is named.
+    It is "A" if they are equal. A module whose name says nothing, because it is the
+    root or only a number, is replaced by the name of the parameter.
     """
     names = []
     for param in (timeline.params[i].name for i in (min(members), max(members))):

@@ -1,6 +1,6 @@
 """Measure how much communication the backward hides, and pick the step to report.
 
-One bucket, in one step::
+This happens to one bucket in one step::
 
     full    launched        last rank launched         done
      |--- waited ---|-------- late --------|---- wire ----|
@@ -10,8 +10,8 @@ One bucket, in one step::
     backward or optimizer  ===============================|
                             hidden .......................|. exposed
 
-*Hidden* is the part of late + wire in which this rank computes its backward or runs an
-optimizer step. *Exposed* is the rest: hidden + exposed = late + wire.
+*Hidden* is the part of late and wire in which this rank computes its backward or runs
+an optimizer step. *Exposed* is the rest, so hidden + exposed = late + wire.
 """
 
 from __future__ import annotations
@@ -26,50 +26,48 @@ import numpy as np
 from .skew import Run
 from .timeline import BucketTimes, Span, Step, Timeline
 
-Spread = tuple[float, float]  # p10, p90 over steps
+Spread = tuple[float, float]  # p10 and p90 over steps
 
 
 @dataclass(frozen=True)
 class BucketOverlap:
-    """Hold the seconds of one bucket's stages, in one step of one rank.
+    """The stages of one bucket in one step of one rank, in seconds.
 
-    Stages: waited (for its turn), late (waiting for slower ranks), wire (bytes move).
-    Late + wire is split once more: hidden, while this rank runs its backward or an
-    optimizer step, and exposed, the rest.
+    The picture at the head of this file explains them.
     """
 
     number: int  # in launch order
     members: tuple[int, ...]  # parameter indices
     nbytes: int
-    dense_bytes: int  # the same; 0 if the bucket's gradient is sparse
-    first_s: float | None  # from the backward's begin to the first gradient; None: ?
+    dense_bytes: int  # the same, but 0 if the bucket's gradient is sparse
+    first_s: float | None  # from the backward's begin to the first gradient, if known
     full_s: float  # from the backward's begin to the last gradient
     waited_s: float  # from full until launched and the bucket before is done
     late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
-    wire_s: float  # bytes move
-    hidden_s: float  # part of late and wire while this rank computes
+    wire_s: float  # while the bytes move
+    hidden_s: float  # the part of late and wire while this rank computes
     exposed_s: float  # the other part of late and wire
-    turn_ns: int  # launched, and the bucket before is done: here late begins
-    start_ns: int  # bytes begin to move
+    turn_ns: int  # when late begins: launched, and the bucket before is done
+    start_ns: int  # when the bytes begin to move
     times: BucketTimes
 
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold one rank's step: its seconds split into phases, and its buckets.
+    """One step of one rank: its seconds, split into phases, and its buckets.
 
-    `hidden_s` and `late_s` are no phases: hidden time lies in the backward or in
-    optimizer steps, late time in hidden and exposed.
+    `hidden_s` and `late_s` are no phases. Hidden time lies in the backward or in
+    optimizer steps, and late time in hidden and exposed.
     """
 
-    seconds: float  # from the first forward to the next step's first forward
-    local_forward_s: float  # under no_sync()
+    seconds: float  # from the first forward to the first forward of the next step
+    local_forward_s: float  # of forwards under no_sync()
     local_backward_s: float  # of backwards without averaging
     forward_s: float
     backward_s: float
     hidden_s: float
     exposed_s: float
-    late_s: float  # part of hidden and exposed: waiting for slower ranks
+    late_s: float  # the part of hidden and exposed that waits for slower ranks
     finish_s: float  # copying the averages out
     optimizer_s: float
     other_s: float
@@ -83,12 +81,12 @@ def overlap_of(
 ) -> StepOverlap:
     """Split one step of one rank into phases, and each of its buckets into stages.
 
-    ``last_launch``: by bucket number, when (ns) the slowest rank launched that bucket.
-    For a bucket missing there (None: all) late is 0: wire begins where waited ends.
+    ``last_launch`` tells when the slowest rank launched a bucket, by its number. For a
+    bucket that is missing there nobody is taken to be late.
     """
     buckets, free = [], step.backward.begin_ns
     for bucket in step.buckets:
-        # Gloo may run two collectives at once: the second may be done first.
+        # Gloo may run two collectives at once, and the second may be done first.
         turn = min(max(bucket.launched_ns, free), bucket.done_ns)
         start = (last_launch or {}).get(bucket.number, turn)
         start = min(max(start, turn), bucket.done_ns)
@@ -148,9 +146,9 @@ def _bucket(
 
 
 def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, bool]]:
-    """Cut an interval into (begin ns, end ns, True if inside some span), in order.
+    """Cut an interval into pieces: begin, end, and whether it is inside some span.
 
-    Spans may overlap, come in any order, and reach outside; no piece is empty.
+    Spans may overlap, come in any order, and reach outside. No piece is empty.
     """
     found, at = [], begin
     for span in sorted(spans, key=lambda span: span.begin_ns):
@@ -163,12 +161,12 @@ def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, 
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> int:
-    """Return how many ns of an interval lie inside spans; overlaps count once."""
+    """Return how much of an interval lies inside spans. Overlaps count once."""
     return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
 
 
 class Slice(NamedTuple):
-    """Hold a named interval (ns) on a row of a picture, a trace or the page."""
+    """A named interval on a row of a trace or of the page."""
 
     row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
     name: str
@@ -177,10 +175,9 @@ class Slice(NamedTuple):
 
 
 def slices(found: StepOverlap) -> Iterator[Slice]:
-    """Yield one rank's step as slices: its phases, then each bucket's stages.
+    """Yield one rank's step as slices: its phases, then the stages of each bucket.
 
-    Phases: forwards, backwards (local ones, too), finalize, optimizer steps. Stages of
-    no length are left out; the wire is cut into hidden and exposed parts.
+    The wire is cut into hidden and exposed parts. Stages without length are left out.
     """
     step = found.step
     for row, name, spans in (
@@ -215,22 +212,22 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Hold one rank's typical step, and how step and exposed seconds vary over steps.
+    """The typical step of one rank, and how much its steps vary.
 
-    The steps are those that all ranks recorded with the last step's bucket layout;
-    `typical_step` picks the same one of them for all ranks.
+    The steps are those that all ranks recorded with the bucket layout of the last one.
+    The typical one is the same step on all ranks.
     """
 
     rank: int
     num_steps: int
     typical: StepOverlap
-    spread_s: Spread  # p10, p90 of the steps' seconds
+    spread_s: Spread  # of the steps' lengths
     exposed_spread_s: Spread
-    usually_exposed_s: float  # median over steps
+    usually_exposed_s: float  # the median over steps
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
-    """Return the `Overlap` of each rank; () if no step was recorded by all ranks."""
+    """Return the overlap of each rank; () if no step was recorded by all ranks."""
     if not run.common:
         return ()
     found = [
@@ -254,17 +251,17 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
 
 
 def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
-    """Return the `Overlap` of the rank with the largest median of exposed seconds."""
+    """Return the overlap of the rank that is exposed longest, by its median."""
     return max(overlaps, key=lambda one: one.usually_exposed_s)
 
 
 def _with_first_gradients(
     typical: StepOverlap, steps: Sequence[StepOverlap]
 ) -> StepOverlap:
-    """Return a copy of ``typical`` with `first_s` of its buckets estimated from steps.
+    """Estimate when the first gradients of the typical step's buckets came.
 
-    `first_s` becomes the bucket's `full_s` times the median of first / full over the
-    ``steps`` that timed its gradients, as steps differ in length; None if none did.
+    Gradients are timed in some steps only. Steps differ in length, so what is taken
+    from the others is the median of first / full.
     """
     numbered = [{bucket.number: bucket for bucket in one.buckets} for one in steps]
     buckets = []
@@ -278,7 +275,7 @@ def _with_first_gradients(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return p10, p90: two of the values; at most a tenth lies below p10, above p90."""
+    """Return p10 and p90: two of the values, with at most a tenth beyond each."""
     ordered, left_out = sorted(values), (len(values) - 1) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -286,11 +283,15 @@ def spread(values: Sequence[float]) -> Spread:
 def typical_step(
     lengths: Sequence[Sequence[float]], exposed: Sequence[Sequence[float]]
 ) -> int:
-    """Return the index of the step to report, the same on all ranks.
+    """Return the index of the step to report, which is the same on all ranks.
 
-    Arguments: seconds by rank and step. On the reported rank (see `most_exposed`), the
-    step's length and exposed time lie between p10 and p90. Of such steps, prefer those
-    in which no other rank is exposed longer; of these, the one nearest to the medians.
+    On the rank that is reported, the length and the exposed time of that step lie
+    between p10 and p90. Of such steps, those are better in which no other rank is
+    exposed longer, and of these the one that is nearest to the medians.
+
+    Args:
+        lengths: The seconds of steps, by rank and step.
+        exposed: The exposed seconds, by rank and step.
     """
     of_ranks, outside = np.array(exposed), np.zeros(len(exposed[0]), bool)
     shown = int(np.median(of_ranks, axis=1).argmax())
@@ -304,10 +305,7 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Return numbers of ``most`` buckets: first, last, the most exposed of the rest.
-
-    All numbers if there are fewer buckets.
-    """
+    """Return the numbers of ``most`` buckets: first, last, and the most exposed."""
     ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
     middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
     return ends | {bucket.number for bucket in middle[: most - len(ends)]}

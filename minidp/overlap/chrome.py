@@ -1,6 +1,6 @@
-"""Write recorded steps as a trace, for Perfetto and ``chrome://tracing``.
+"""Write recorded steps as a trace for https://ui.perfetto.dev and ``chrome://tracing``.
 
-Its slices are named as the report's columns. Perfetto: https://ui.perfetto.dev.
+Its slices have the names of the columns of the report.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ _TRACKS = ("forward", "backward", "optimizer")
 def chrome_trace(timelines: Sequence[Timeline]) -> str:
     """Return all recorded steps of all ranks as Chrome trace events, as JSON text.
 
-    Times are in us from the first forward of any rank. A process per rank holds tracks
-    for forward, backward, optimizer and each bucket.
-    Raises ValueError if the recordings are not of different ranks of one run.
+    In the trace a rank is a process, with tracks for the forward, the backward, the
+    optimizer and each bucket. Times are microseconds from the first forward of any
+    rank.
+
+    Raises:
+        ValueError: The recordings are not of different ranks of one run.
     """
     run = aligned(timelines)
     origin = min((t.steps[0].begin_ns for t in run.ranks if t.steps), default=0)
@@ -35,7 +38,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield trace metadata events: names and order of one rank's process and tracks."""
+    """Yield the events that name and order the process and the tracks of one rank."""
     rank = timeline.where.rank
     num_buckets = max(map(len, timeline.layouts), default=0)
     tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]

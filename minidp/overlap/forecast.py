@@ -1,7 +1,8 @@
-"""Predict what another layout or fewer bytes would gain.
+"""Predict what another layout, or fewer bytes, would gain.
 
-Every prediction is a difference within the model of `costmodel`, subtracted from the
-measured step: what the model leaves out stays in.
+The model of `costmodel` leaves out much of a step. So every prediction is a difference
+between two steps of the model, subtracted from the measured step. What the model leaves
+out stays in.
 """
 
 from __future__ import annotations
@@ -26,44 +27,46 @@ from .analysis import Overlap, most_exposed, overlap_of, overlaps_of
 from .skew import Run, Skew, skew_of
 from .timeline import Timeline
 
-CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # candidates
+CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # the bucket caps that are tried
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Hold a model of one rank's typical step, to predict what other buckets gain.
+    """A model of one rank's typical step, to predict what other buckets gain.
 
-    `forecast_of` makes it, for the rank of which the report shows a step.
+    `forecast_of` makes it for the rank of which the report shows a step.
     """
 
     backward: Backward  # the typical one
-    groups: Sequence[Sequence[int]]  # recorded layout: positions in ready order
+    groups: Sequence[Sequence[int]]  # the recorded layout, as positions in ready order
     network: Network  # fitted to the recorded collectives
-    is_one_size: bool  # of all collectives, so that latency is unknown
-    step_s: float  # measured seconds of the typical step
-    exposed_s: float  # measured seconds of exposed communication in that step
+    is_one_size: bool  # whether all collectives have one size: then latency is unknown
+    step_s: float  # the measured seconds of the typical step
+    exposed_s: float  # the measured seconds of exposed communication in that step
 
     @property
     def bound_s(self) -> float:
-        """Predicted seconds of a step that no bucket layout can undercut."""
+        """The predicted seconds of a step that no bucket layout can undercut."""
         least = lower_bound(self.backward, self.network) - self.backward.end_s
         return self.step_s - max(0.0, self.exposed_s - least)
 
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
-        """Predict the seconds per step that a layout saves (negative: loses).
+        """Predict the seconds per step that a layout saves; negative if it loses.
 
-        At most `exposed_s`. ``groups``: the layout's buckets in launch order, as
-        positions in ``backward``, which may have other bytes than the recorded one.
+        Args:
+            backward: The backward, which may have other bytes than the recorded one.
+            groups: The buckets of the layout in launch order, as positions in it.
         """
         now = play(self.backward, self.groups, self.network).exposed_s
         then = play(backward, groups, self.network).exposed_s
         return min(now - then, self.exposed_s)
 
     def best_cap(self) -> tuple[float, float]:
-        """Return the best bucket cap (MiB) of `CAPS_MB`, and its gain in s per step.
+        """Return the best bucket cap in MiB, and the seconds per step that it gains.
 
-        That is the largest within 1 % of a step of the best gain, as each bucket costs
-        time that the model does not know; of caps that hold all bytes, the smallest.
+        Each bucket costs time that the model does not know. So the best cap is the
+        largest one that gains almost the most, within 1 % of a step. If several caps
+        hold all bytes, they are the same, and it is the smallest of these.
         """
         now = self.backward
         groups = {cap: capped_groups(now, [int(cap * MIB)]) for cap in CAPS_MB}
@@ -82,20 +85,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Hold all numbers of a run that its report and advice use; see `analyse`."""
+    """All numbers of a run that its report and advice use."""
 
     run: Run
     overlaps: tuple[Overlap, ...]  # by rank
     shown: Overlap  # the one that `most_exposed` picks
-    skew: Skew | None  # None: one rank, no common clock, or no bucket
-    forecast: Forecast | None  # of the rank of `shown`; None: no message was timed
+    skew: Skew | None  # None for one rank, without a common clock, or without a bucket
+    forecast: Forecast | None  # of the rank of `shown`; None if no message was timed
 
 
 def analyse(run: Run) -> Analysis | None:
-    """Return the `Analysis` of a run; None if no step was recorded by all its ranks.
-
-    Overlap and skew come from `Run.common`, the forecast also from other steps.
-    """
+    """Return the analysis of a run; None if no step was recorded by all its ranks."""
     overlaps = overlaps_of(run)
     if not overlaps:
         return None
@@ -104,10 +104,10 @@ def analyse(run: Run) -> Analysis | None:
 
 
 def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
-    """Return the forecast for ``overlap``'s typical step.
+    """Return the forecast for the typical step of ``overlap``.
 
-    Parameters that it did not reduce count as buckets of their own, the last ones. None
-    if the world has one rank, or `samples_of` finds no message.
+    Parameters that this step did not reduce count as buckets of their own, which come
+    last. There is no forecast for one rank, or if no message was timed.
     """
     samples = samples_of(run)
     network = network_of(run, samples)
@@ -125,10 +125,10 @@ def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
 
 
 def backward_of(timeline: Timeline) -> Backward:
-    """Return one rank's `Backward` of median times over steps; needs a step.
+    """Return a backward of one rank, with the medians of times over its steps.
 
-    Gradients: of all steps, see `_ready_times`. Its end: only of the steps with the
-    last step's layout.
+    Gradients are timed in steps of all layouts. The end of the backward depends on the
+    layout, so only steps with the last one count for it.
     """
     last = timeline.steps[-1].layout
     end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
@@ -139,10 +139,10 @@ def backward_of(timeline: Timeline) -> Backward:
 
 
 def _ready_times(timeline: Timeline) -> dict[int, float | None]:
-    """Return each parameter's median seconds from the backward's begin to its gradient.
+    """Return how long after the backward's begin each gradient usually comes.
 
-    If its grad hook was never timed, until its bucket was full; None if no recorded
-    step reduced a bucket with it.
+    If the grad hook of a parameter was never timed, it is the time when its bucket was
+    full. It is None if no recorded step reduced that bucket.
     """
     hooks: list[list[float]] = [[] for _ in timeline.params]
     buckets: list[list[float]] = [[] for _ in timeline.params]
@@ -161,11 +161,12 @@ def _ready_times(timeline: Timeline) -> dict[int, float | None]:
 
 
 def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
-    """Fit a `Network` to ``samples`` (bytes, s); None: no sample, or world size 1.
+    """Fit a network to samples of bytes and seconds; None without any, or for one rank.
 
-    Buckets of several sizes tell latency from bandwidth, so pass those of all layouts.
-    With one size only, latency counts as 0. If recordings of ranks are missing, only
-    the faster half of the times per size counts: the rest waited for missing ranks.
+    Only buckets of several sizes tell latency from bandwidth, so the samples should be
+    of all layouts. With one size the latency counts as 0. If recordings of some ranks
+    are missing, the slower half of the times does not count, because there the bucket
+    may have waited for one of these ranks.
     """
     world_size = run.ranks[0].where.world_size
     by_size: dict[int, list[float]] = {}
@@ -182,10 +183,9 @@ def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None
 
 
 def samples_of(run: Run) -> list[tuple[int, float]]:
-    """Return (bytes, seconds on the wire) per bucket, in all steps of the first rank.
+    """Return bytes and seconds on the wire of each bucket, in all steps of one rank.
 
-    First: the lowest that was recorded. Leaves out sparse gradients and what was sent
-    at the same time: see `messages_of`.
+    Sparse gradients are left out, and so is what was sent at the same time.
     """
     first, found = run.ranks[0], []
     for step in first.steps:

@@ -21,8 +21,8 @@ from .skew import Run, aligned
 from .text import PHASES, headline, network_lines, report, skew_rows, spread_text
 from .timeline import Step, Timeline
 
-ROOM = 900_000  # characters of data: the page stays below 1 MB
-GAP = -1  # stands for a kind: nothing is drawn for so long
+ROOM = 900_000  # how many characters of data fit into a page of less than 1 MB
+GAP = -1  # stands in the place of a kind where nothing is drawn
 KINDS = (
     *("local forward", "local backward", "forward", "backward", "optimizer step"),
     *("filling", "waited", "late (slower ranks)", "wire, hidden", "wire, exposed"),
@@ -34,8 +34,11 @@ TOTALS = ("seconds", "hidden_s", "late_s", *PHASES.values())
 def html_page(timelines: Sequence[Timeline]) -> str:
     """Return an HTML page with the report, the steps of all ranks, and predictions.
 
-    If the ranks recorded no step in common, the page has the report's text but nothing
-    to draw. Raises ValueError if the recordings are not of different ranks of one run.
+    If the ranks recorded no step in common, the page has the text of the report, and
+    nothing to draw.
+
+    Raises:
+        ValueError: The recordings are not of different ranks of one run.
     """
     run = aligned(timelines)
     found = analyse(run)
@@ -48,7 +51,7 @@ def html_page(timelines: Sequence[Timeline]) -> str:
         "/*page.js*/": _file("page.js"),
         "<!--sentences-->": answers,
         "<!--report-->": html.escape(text),
-        "<!--data-->": _json(data),  # last: what it holds is not replaced
+        "<!--data-->": _json(data),  # the last one, so that nothing in it is replaced
     }
     whole = _file("page.html")
     for mark, part in parts.items():
@@ -61,9 +64,9 @@ def _file(name: str) -> str:
 
 
 def _sentences(found: Analysis) -> str:
-    """Return `headline` as HTML paragraphs: its first item, what was recorded, is last.
+    """Return the headline as HTML paragraphs, with what was recorded as the last one.
 
-    Of each other line, the words up to the first "?" or ":" are emphasised.
+    The question before "?", or the word before ":", is emphasised.
     """
     where, *answers = headline(found)
     paragraphs = []
@@ -75,10 +78,9 @@ def _sentences(found: Analysis) -> str:
 
 
 def _data(found: Analysis) -> dict[str, Any]:
-    """Return what `page.js` draws: of `Run.common`, the typical step and the last ones.
+    """Return what `page.js` draws: the typical step, and as many last ones as fit.
 
-    As many last steps as fit into 900,000 characters of JSON, estimated by the typical
-    one, which replaces the oldest of them if it is none of them.
+    How many fit is estimated by the size of the typical one.
     """
     run, shown = found.run, found.shown
     first = run.ranks[0]
@@ -112,14 +114,15 @@ def _data(found: Analysis) -> dict[str, Any]:
 
 
 def _json(data: Any) -> str:
-    # "<" could end the script element; names of layers may hold anything.
+    # Names of layers may hold anything, and "<" could end the script element.
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _step(run: Run, number: int) -> dict[str, Any]:
-    """Return one step of all ranks, in ns after its begin on the earliest rank.
+    """Return the step of all ranks that has an index in `Run.common`.
 
-    ``number``: its index in `Run.common`. A rank of unknown clock begins at its own 0.
+    Times are nanoseconds after the begin on the earliest rank. A rank whose clock is
+    unknown begins at its own 0.
     """
     steps = run.common[number]
     pairs = list(zip(steps, run.clocks, strict=True))
@@ -150,10 +153,11 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 
 
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
-    """Return one list of kind, length (ns), kind, ... for slices that follow ``at``.
+    """Return slices as one flat list of kind, length, kind, length and so on.
 
-    ``at``: ns. Kinds are indices in `KINDS`. Where a slice does not begin at the end of
-    the one before (at first: ``at``), a `GAP` precedes it; its length may be negative.
+    Lengths are nanoseconds, and kinds are indices in `KINDS`. A slice begins where the
+    one before it ends, and the first one at ``at``. If it does not, a `GAP` comes
+    before it, which may have a negative length.
     """
     numbers = []
     for each in found:
@@ -165,10 +169,7 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
-    """Return what `forecast.js` predicts from: the forecast's fields, and more numbers.
-
-    Also: the gain of a balanced load, bucket caps, world size, shared memory or not.
-    """
+    """Return the numbers from which `forecast.js` predicts."""
     return asdict(forecast) | {
         "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,

@@ -1,13 +1,14 @@
-"""Put the ranks of a run on one clock; measure which rank is late, and where.
+"""Put the ranks of a run on one clock, and measure which rank is late, and where.
 
-No rank leaves a barrier before every rank has entered it::
+Clocks of hosts differ by more than a step takes. They are compared by barriers, because
+no rank leaves a barrier before every rank has entered it::
 
     rank 0   enter |-------------| leave
     rank 1             enter |---------------| leave      on another clock
 
-so rank 1's clock is ahead of rank 0's by at least *enter 1 - leave 0*, and at most
+So rank 1's clock is ahead of rank 0's by at least *enter 1 - leave 0*, and at most
 *leave 1 - enter 0*. Several barriers narrow the interval. An all-reduce is a barrier,
-too: recordings that were never gathered also bound the offset, but less tightly.
+too, so recordings that were never gathered also bound the offset, but less tightly.
 """
 
 from __future__ import annotations
@@ -22,52 +23,52 @@ from numpy.typing import NDArray
 
 from .timeline import ClockOffset, Step, Timeline
 
-Round = tuple[int, int]  # ns on one rank's clock: enters a barrier, leaves it
+Round = tuple[int, int]  # when a rank entered a barrier and left it, on its clock
 Place = int  # FORWARD, BACKWARD, or the number of a bucket
 
-APART_SECONDS = 0.1  # more than the clocks of a host and of its devices differ
+APART_SECONDS = 0.1  # the clocks of a host and of its devices differ by less
 FORWARD, BACKWARD = -2, -1
 
 
 def compare_clocks(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
-    """Return how far ``other``'s clock is ahead of ``zero``'s, with the error.
+    """Return how far the second rank's clock is ahead of the first one's.
 
-    Arguments: per common barrier, at least one, when (ns, on its own clock) each of the
-    two ranks entered and left it; in the same order.
+    Both arguments are the rounds of the same barriers, in the same order, on each
+    rank's own clock. There must be at least one.
     """
     pairs = list(zip(zero, other, strict=True))
     least = max(theirs[0] - ours[1] for ours, theirs in pairs)
     most = min(theirs[1] - ours[0] for ours, theirs in pairs)
-    # Clocks that drift can make least > most: the error is half of that gap.
+    # Clocks that drift can make least > most. The error is half of that gap then.
     return ClockOffset((least + most) // 2, (abs(most - least) + 1) // 2)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold one run's recordings, on the first rank's clock where an offset is known.
+    """The recordings of one run, on the first rank's clock where an offset is known.
 
     `aligned` makes it.
     """
 
     ranks: tuple[Timeline, ...]  # by rank
-    clocks: tuple[ClockOffset | None, ...]  # what was subtracted; None: unknown
+    clocks: tuple[ClockOffset | None, ...]  # what was subtracted; None if unknown
 
     @property
     def error_s(self) -> float | None:
-        """Largest error of a clock offset, in seconds; None if an offset is unknown."""
+        """The largest error of an offset in seconds; None if an offset is unknown."""
         errors = [-1 if clock is None else clock.error_ns for clock in self.clocks]
         return None if -1 in errors else max(errors) / 1e9
 
     @cached_property
     def common(self) -> list[tuple[Step, ...]]:
-        """The `common_steps` of all recorded ranks: per step, a tuple by rank."""
+        """The `common_steps` of all recorded ranks."""
         return common_steps(self.ranks)
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
-        """When (ns) the slowest rank launched a bucket, by step and bucket number.
+        """When the slowest rank launched a bucket, by step and number of the bucket.
 
-        Holds the steps that all ranks recorded, whatever their layout.
+        It holds the steps that all ranks have recorded, whatever their layout is.
         """
         found: dict[int, dict[int, int]] = {}
         for steps in _of_all(self.ranks):
@@ -79,16 +80,16 @@ class Run:
 
 
 def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
-    """Return, for each step number in all ``timelines``, their steps; ascending."""
+    """Return the steps that all timelines have, each as a tuple by rank."""
     by_number = [{step.number: step for step in t.steps} for t in timelines]
     numbers = sorted(set.intersection(*(set(steps) for steps in by_number)))
     return [tuple(steps[number] for steps in by_number) for number in numbers]
 
 
 def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
-    """Return the steps that all timelines hold: per step number, a tuple by rank.
+    """Return the steps that all timelines have, each as a tuple by rank.
 
-    Leaves out steps whose bucket layout (on the first rank) is not the last one's.
+    Only steps with the bucket layout of the last one are among them.
     """
     together = _of_all(timelines)
     layouts = [timelines[0].layouts[steps[0].layout] for steps in together]
@@ -97,11 +98,13 @@ def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 
 
 def aligned(timelines: Sequence[Timeline]) -> Run:
-    """Return a `Run`: recordings by rank, with times moved to the lowest rank's clock.
+    """Return recordings as a run, with times moved to the lowest rank's clock.
 
-    A rank of unknown offset (other host, no collective in common) keeps its own clock.
-    Raises ValueError if ranks repeat, world sizes or parameters differ, or all-reduces
-    shared with the lowest rank lie over 0.1 s and the clock error apart in time.
+    A rank of another host, with no collective in common, keeps its own clock.
+
+    Raises:
+        ValueError: The recordings are not of different ranks of one run. This is also
+            found by all-reduces of the same number that lie far apart in time.
     """
     ordered = sorted(timelines, key=lambda timeline: timeline.where.rank)
     first, ranks = ordered[0], [timeline.where.rank for timeline in ordered]
@@ -122,7 +125,7 @@ def aligned(timelines: Sequence[Timeline]) -> Run:
     pairs = zip(ordered, clocks, strict=True)
     run = Run(tuple(t.moved(-c.offset_ns) if c else t for t, c in pairs), clocks)
     for other, clock in zip(run.ranks, clocks, strict=True):
-        # Of one run, no all-reduce ends on a rank before it begins on another.
+        # In one run, no all-reduce ends on a rank before it begins on another one.
         gaps = [max(a[0], b[0]) - min(a[1], b[1]) for a, b in _rounds(first, other)]
         apart_s = median(gaps) / 1e9 if gaps else 0.0
         if clock is not None and apart_s > clock.error_ns / 1e9 + APART_SECONDS:
@@ -134,10 +137,10 @@ def aligned(timelines: Sequence[Timeline]) -> Run:
 
 
 def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
-    """Return how far ``other``'s clock is ahead of ``first``'s; None if unknown.
+    """Return how far the second rank's clock is ahead of the first one's, if known.
 
-    0 on one host; else by the offsets to rank 0, if both recordings have one; else by
-    the all-reduces in their `common_steps` (None if there are none).
+    Ranks of one host share a clock. Otherwise the offsets to rank 0 tell, which
+    `gather` measured, or the all-reduces that both have recorded.
     """
     if other.where.host == first.where.host:
         return ClockOffset(0, 0)
@@ -152,7 +155,7 @@ def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
 
 
 def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
-    """Return both ranks' (launch, end) in ns of each all-reduce in `common_steps`."""
+    """Return when both ranks launched and ended each all-reduce they have in common."""
     return [
         ((ours.launched_ns, ours.done_ns), (theirs.launched_ns, theirs.done_ns))
         for one, two in common_steps((first, other))
@@ -167,26 +170,23 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold each rank's lateness at places: seconds after the median of the other ranks.
+    """How late each rank is at some places: seconds after the median of the others.
 
-    Places: the begin of its first forward and of its backward, and each launch of a
-    bucket. Negative: the rank is earlier than that median.
+    The places are the begin of its first forward and of its backward, and the launch of
+    each bucket. A rank that is early has negative seconds.
     """
 
     late: Mapping[Place, Mapping[int, float]]  # median over steps; in order of time
-    often_s: Mapping[int, float]  # at the last place: more than this in 3 of 4 steps
+    often_s: Mapping[int, float]  # how late it is at the last place in 3 of 4 steps
     error_s: float  # the largest error of a clock offset
 
     def latest(self, place: Place) -> int:
-        """Return the rank that is latest at a place, by the median of its lateness."""
+        """Return the rank that is latest at a place."""
         by_rank = self.late[place]
         return max(by_rank, key=lambda rank: by_rank[rank])
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
-        """Return the place where a rank's lateness grows most, and by how many seconds.
-
-        Growth: its lateness there minus that at the place before (at FORWARD: minus 0).
-        """
+        """Return where a rank's lateness grows most, and by how many seconds."""
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
             growth[place] = by_rank[rank] - before
@@ -195,9 +195,9 @@ class Skew:
 
 
 def skew_of(run: Run) -> Skew | None:
-    """Return how late ranks are in `Run.common`, by medians over its steps.
+    """Return how late the ranks are, by medians over the steps that all recorded.
 
-    None for one rank, an unknown clock offset, no common step, or no common bucket.
+    It is None for one rank, without a common clock, and without a common bucket.
     """
     if len(run.ranks) < 2 or run.error_s is None:
         return None
@@ -220,15 +220,15 @@ def skew_of(run: Run) -> Skew | None:
 
 
 def _arrivals(step: Step) -> dict[Place, int]:
-    """Return when (ns) a step's rank began forward, backward, and launched buckets."""
+    """Return when a rank began forward and backward, and launched each bucket."""
     begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 
 
 def _behind(rows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return how many seconds each rank comes after the median of the other ranks.
+    """Return how many seconds each rank comes after the median of the others.
 
-    ``rows`` (ns) and the result: by step and rank. Needs two ranks or more.
+    The rows have nanoseconds by step and rank, and the result has the same shape.
     """
     times = np.array(rows) - np.array(rows)[:, :1]
     columns = range(times.shape[1])

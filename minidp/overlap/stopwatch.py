@@ -1,12 +1,14 @@
 """Record the times of a reducer's steps.
 
-What a `Stopwatch` is told, and by whom::
+A `Stopwatch` is an observer of the reducer (`core/observer.py`). It is told two kinds
+of events::
 
-    happened  an event of a bucket                     any thread
-    enter     a phase of the step begins or ends       data_parallel, core, guard
+    happened  an event of a bucket                     on any thread
+    enter     a phase of the step begins or ends       by data_parallel, core, guard
 
-In some steps a `HookTiming` also stores when each grad hook ran. While steps run, only
-clock marks are kept; `Stopwatch.steps` converts them.
+In some steps a `HookTiming` also stores when each grad hook ran. Recording must not
+slow down what it measures. So while steps run, only marks of the clock are kept, and
+`Stopwatch.steps` makes `Step` objects of them when somebody asks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from minidp.trace import Moment, StepEvent
 from .timeline import BucketTimes, Span, Step
 
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
-# Events that begin and end a span, and the field of `Step` that holds such spans.
+# The events that begin and end a span, and the field of `Step` that holds such spans.
 _BEGINS = {
     StepEvent.FORWARD_BEGIN: "forwards",
     StepEvent.LOCAL_BACKWARD_BEGIN: "local_backwards",
@@ -43,25 +45,26 @@ _ENDS = {
 
 
 class Clock:
-    """Read the CPU's clock: a mark is the nanoseconds of `time.perf_counter_ns`."""
+    """The CPU's clock. A mark is the nanoseconds of `time.perf_counter_ns`."""
 
-    params_every = 4  # grad hooks are timed in one of 4 steps: 0.3 us per parameter
+    # Grad hooks are timed in one of so many steps, because it costs 0.3 us for each.
+    params_every = 4
     read: Any = staticmethod(time.perf_counter_ns)  # the extension knows this function
 
     def settle(self) -> None:
         """Do nothing: the CPU's times are known at once; see `CudaClock.settle`."""
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Return ``mark``, which is in nanoseconds already; ignore ``anchor``."""
+        """Return the mark, which is in nanoseconds already."""
         return int(mark)
 
 
 class CudaClock(Clock):
-    """Time one CUDA device by events on the current stream, in ns of the CPU clock.
+    """The clock of one CUDA device. A mark is an event on the current stream.
 
-    In a grad hook the current stream wrote the gradient; in a future's callback that
-    stream is ordered after the collective. `read` does not wait; the constructor and
-    `settle` wait for the device. Not yet run on a GPU.
+    In a grad hook that is the stream which wrote the gradient. In the callback of a
+    future it is one that comes after the collective. `read` does not wait for the
+    device, but the constructor and `settle` do. This has not run on a GPU yet.
     """
 
     params_every = 8  # an event per parameter costs more than a clock read
@@ -73,7 +76,7 @@ class CudaClock(Clock):
         self._origin_ns = time.perf_counter_ns()
 
     def read(self) -> Mark:
-        """Record an event on the device's current stream and return it; do not wait."""
+        """Record an event on the device's current stream, and return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -83,9 +86,10 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Convert an event to ns of the CPU clock; call `settle` first.
+        """Convert an event to nanoseconds of the CPU's clock, once it is settled.
 
-        ``anchor``: an event near it, because long intervals between events are rounded.
+        The ``anchor`` is an event near it. It is needed because long intervals between
+        events are rounded.
         """
         until_anchor: float = self._origin.elapsed_time(anchor)
         from_anchor: float = anchor.elapsed_time(mark)
@@ -93,11 +97,12 @@ class CudaClock(Clock):
 
 
 class HookTiming:
-    """Record when each grad hook of ``hooks`` runs, while switched on (at first: off).
+    """Record when each grad hook runs, while it is switched on.
 
-    `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
-    back. C++ hooks read ``time.perf_counter_ns`` without Python; for any other
-    ``clock`` they call `_stamp`.
+    A switched-on hook costs time, a switched-off one nothing: `switch` replaces Python
+    hooks on the nodes by ones that read the clock first, and puts the plain ones back.
+    C++ hooks read ``time.perf_counter_ns`` themselves; for another clock they call
+    `_stamp`.
     """
 
     def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
@@ -110,10 +115,7 @@ class HookTiming:
         self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
 
     def switch(self, *, on: bool) -> None:
-        """Start or stop recording hook times; do not call during a backward.
-
-        No-op if ``on`` is no change. Keeps the times that `take` has not returned yet.
-        """
+        """Start or stop recording the times of hooks, but not during a backward."""
         if on is self.is_on:
             return
         self.is_on, table = on, self._hooks.table
@@ -124,16 +126,14 @@ class HookTiming:
             on_node[key] = MethodType(self._timed[hook] if on else hook, i)
 
     def _stamp(self, i: int) -> None:
-        """Store the present time for parameter ``i``; its C++ hook calls this.
-
-        Only while switched on, with a clock that C++ does not read itself.
-        """
+        # C++ hooks call this if they do not read the clock themselves.
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
-        """Return, and clear, when each parameter's hook ran last, as a clock mark.
+        """Return when the hook of each parameter has run since the last `take`.
 
-        By parameter index; None if it has not run, switched on, since the last `take`.
+        The result is a mark of the clock for each parameter, None if its hook has not
+        run.
         """
         if self._is_in_cpp:
             stamps = cast("Any", self._hooks.table).take_stamps()
@@ -143,8 +143,6 @@ class HookTiming:
 
 
 def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
-    """Return a hook that sets ``stamps[i]`` to ``clock()``, then calls ``hook``."""
-
     @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
         stamps[i] = clock()
@@ -155,16 +153,16 @@ def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradH
 
 @dataclass
 class StepMarks:
-    """Hold the raw times (clock marks) that a `Stopwatch` collects during one step."""
+    """The marks of the clock that a `Stopwatch` collects during one step."""
 
     number: int
     begin: Mark
     end: Mark | None = None
-    # By field of `Step`: (begin, end) of spans; an end is None until it happens.
+    # Begin and end of spans, by field of `Step`. An end is None until it happens.
     spans: defaultdict[str, list[list[Mark]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    # In order: of the backward, of finalize, its end.
+    # Three in this order: of the backward, of finalize, and of its end.
     phases: dict[StepEvent, Mark] = field(default_factory=dict)
     moments: dict[int, dict[Moment, Mark]] = field(default_factory=dict)  # by bucket
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
@@ -172,12 +170,18 @@ class StepMarks:
 
 
 class Stopwatch(Observer):
-    """Record a reducer's steps between `start` and `stop`; keep the last ``keep``.
+    """Record a reducer's steps between `start` and `stop`.
 
-    The constructor records nothing yet. Keeps only steps whose buckets were reduced. In
-    the steps ``timed_steps`` (counted from 0 at `start`; None: one in
-    `Clock.params_every`), each gradient is timed, too.
-    ``clock`` None: a `CudaClock` if all parameters are on one GPU, else a `Clock`.
+    Only steps whose buckets were reduced are kept.
+
+    Args:
+        queue: The queue of buckets whose events are recorded.
+        hooks: The grad hooks, which are timed in some steps.
+        keep: How many steps to keep; the oldest ones are dropped.
+        clock: The clock to read. By default it is a `CudaClock` if all parameters are
+            on one GPU, else a `Clock`.
+        timed_steps: The steps in which each gradient is timed, too, counted from 0 at
+            `start`. By default it is one in `Clock.params_every`.
     """
 
     sees_times = True
@@ -197,19 +201,20 @@ class Stopwatch(Observer):
         self._clock = clock or (CudaClock(first) if is_one_gpu else Clock())
         every = range(0, sys.maxsize, self._clock.params_every)
         self._timed_steps = every if timed_steps is None else timed_steps
-        self._marks: StepMarks | None = None  # of the step that runs now
+        self._marks: StepMarks | None = None  # those of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
 
     def start(self) -> None:
-        """Observe the queue; record from the next forward on. Call once."""
+        """Observe the queue, and record from the next forward on. Call this once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.observers.append(self)
 
     def stop(self) -> None:
-        """Stop recording for good; keep the step under way if its buckets are reduced.
+        """Stop recording for good, and let go of the reducer.
 
-        `steps` goes on to work; the references to the queue and its hooks are dropped.
+        The step under way is kept if its buckets are reduced. `steps` works afterwards,
+        too.
         """
         self._queue.observers.remove(self)
         self._timing.switch(on=False)
@@ -219,20 +224,17 @@ class Stopwatch(Observer):
     # -- events, see `Observer` --------------------------------------------------
 
     def happened(self, moment: Moment, bucket: int) -> None:
-        """Store when ``bucket`` first reached ``moment`` in this step.
-
-        Ignored until the step's synchronised backward has begun.
-        """
+        """Store when a bucket first reached a moment in this step's backward."""
         marks = self._marks
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
 
     def enter(self, phase: StepEvent) -> None:
-        """Store when a phase began or ended; ignore events before the first forward.
+        """Store when a phase began or ended.
 
-        A forward after a synchronised backward has begun ends that step (kept only if
-        its buckets were reduced) and begins another. A second synchronised backward in
-        a step whose buckets were reduced is ignored.
+        A step begins with a forward. It ends with the first forward after its
+        synchronised backward has begun, so a second forward before that belongs to it.
+        A second synchronised backward without a forward of its own is ignored.
         """
         now, marks = self._clock.read(), self._marks
         if phase is StepEvent.FORWARD_BEGIN and (
@@ -245,21 +247,21 @@ class Stopwatch(Observer):
             pass  # recording began in the middle of a step
         elif phase in _BEGINS:
             marks.spans[_BEGINS[phase]].append([now, None])
-        elif phase in _ENDS:  # of nested spans, the one that began last
+        elif phase in _ENDS:  # spans may be nested: this ends the one that began last
             pairs = [pair for pair in marks.spans[_ENDS[phase]] if pair[1] is None]
             for pair in pairs[-1:]:
                 pair[1] = now
         elif phase is StepEvent.LOCAL_FORWARD_END:
             begin, _ = marks.spans["forwards"].pop()
             marks.spans["local_forwards"].append([begin, now])
-        elif marks.layout is None:  # else a backward without a forward of its own
+        elif marks.layout is None:  # else it is a backward without a forward of its own
             self._enter_backward(phase, now, marks)
 
     def _enter_backward(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event of the synchronised backward; MODULE_BEGIN is ignored.
+        """Store an event of the synchronised backward.
 
-        BACKWARD_BYPASSED makes it a local one, and drops the times of its buckets.
-        FINALIZE_END also stores the layout and the times of the grad hooks.
+        If the backward reached no gradient after all (BACKWARD_BYPASSED), it counts as
+        a local one.
         """
         if phase is StepEvent.BACKWARD_BYPASSED:
             begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
@@ -287,14 +289,14 @@ class Stopwatch(Observer):
 
     @property
     def num_ended(self) -> int:
-        """Number of recorded steps that are over, also those that are not kept."""
+        """How many recorded steps are over, including those that were not kept."""
         return self._num_begun - (self._marks is not None)
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Return the kept steps that are complete, and the layouts that they index.
+        """Return the kept steps, oldest first, and the layouts that they refer to.
 
-        Oldest first; not the step under way. A layout holds each bucket's parameter
-        indices. Waits for the GPU, if a `CudaClock` times it.
+        A layout holds the parameter indices of each bucket. This waits for the GPU if a
+        `CudaClock` times it.
         """
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -307,10 +309,9 @@ class Stopwatch(Observer):
 
 
 def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
-    """Convert marks to a `Step`; None unless a forward, backward and finalize ended.
+    """Convert marks to a `Step`; None if its forward or backward was not completed.
 
-    Local ones do not count. Leaves out buckets that lack FULL, LAUNCHED or COPIED_OUT;
-    a gradient that came outside this backward gets None.
+    Buckets that were not reduced are left out.
     """
 
     def ns(mark: Mark) -> int:
@@ -347,12 +348,9 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
 
 
 def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
-    """Return a bucket's times (full, launched, done, copied), each >= the one before.
-
-    A smaller one is raised: marks of several streams differ by a tick. DONE, which a
-    callback may mark late or not at all, becomes COPIED_OUT if later or missing.
-    """
     copied = times[Moment.COPIED_OUT]
+    # DONE is marked in a callback, which may come late or not at all.
     done = min(times.get(Moment.DONE, copied), copied)
     order = (times[Moment.FULL], times[Moment.LAUNCHED], done, copied)
+    # Marks of several streams may differ by a tick, so they are put in order.
     return BucketTimes(number, *accumulate(order, max))

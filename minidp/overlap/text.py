@@ -12,11 +12,11 @@ from .forecast import Analysis, analyse
 from .skew import BACKWARD, FORWARD, Run, Skew, aligned
 from .timeline import AUTO, AUTO_TRIES, Timeline
 
-MAX_ROWS = 40  # buckets in a table
-MAX_COLUMNS = 8  # ranks in a table
-SHOWN = 0.05e-3  # s; less is printed as 0.0 ms
-FEW = 10  # steps; with fewer, the report asks for a longer recording
-PHASES = {  # rows of one step, and attributes of `StepOverlap`
+MAX_ROWS = 40  # how many buckets a table shows
+MAX_COLUMNS = 8  # how many ranks a table shows
+SHOWN = 0.05e-3  # so many seconds are not printed as 0.0 ms
+FEW = 10  # with fewer steps, the report asks for a longer recording
+PHASES = {  # the rows of one step, and the attributes of `StepOverlap`
     "local forwards": "local_forward_s",
     "local backwards": "local_backward_s",
     "forward": "forward_s",
@@ -35,7 +35,8 @@ _CHOICE = {
 def report(timelines: Sequence[Timeline]) -> str:
     """Return the report on the ranks of a run, or what to record if they share no step.
 
-    Raises ValueError if the recordings are not those of different ranks of one run.
+    Raises:
+        ValueError: The recordings are not of different ranks of one run.
     """
     run = aligned(timelines)
     found = analyse(run)
@@ -55,10 +56,10 @@ def report(timelines: Sequence[Timeline]) -> str:
 
 
 def headline(found: Analysis) -> list[str]:
-    """Return the report's first lines: what was recorded, `_verdict`, and the advice.
+    """Return the first lines of the report: what was recorded, a verdict, the advice.
 
-    The first item has a line break inside. The advice is preceded by a caution if
-    fewer than 10 steps were recorded, or p90 of their seconds is over twice p10.
+    The first item has a line break inside. A caution stands before the advice if few
+    steps were recorded, or if they differ much.
     """
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
     least, most = found.shown.spread_s
@@ -114,9 +115,9 @@ def _header(found: Analysis) -> str:
 
 
 def _verdict(found: Analysis) -> list[str]:
-    """Return a line: is communication hidden? And if 3 % are exposed, a second: why?
+    """Return a line that says how much is hidden, and one that says why not more is.
 
-    3 % of the step. With one rank, or without communication: one line, "There is none".
+    There is no second line if so little is exposed that nothing can be gained.
     """
     one, first = found.shown.typical, found.run.ranks[0]
     total = one.hidden_s + one.exposed_s
@@ -147,12 +148,13 @@ def _verdict(found: Analysis) -> list[str]:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Describe a bucket's exposed time, when it was full, and how long it then waited.
+    """Describe what a bucket's exposed time is made of, and how it came about.
 
-    Waiting for slow ranks and transfer are not told apart if the clocks' error exceeds
-    half of their sum.
+    Waiting for slow ranks is told from the transfer only if the clocks are exact
+    enough.
     """
-    # What is hidden comes first, and waiting before the transfer.
+    # In time, waiting comes before the transfer, and the hidden part before the
+    # exposed.
     late_s = max(0.0, bucket.late_s - bucket.hidden_s)
     wire_s = bucket.exposed_s - late_s
     exposed = [(late_s, "waiting for slower ranks"), (wire_s, "on the wire")]
@@ -206,7 +208,7 @@ def _buckets(found: Analysis) -> str:
             cells = ["-" if each is None else ms(each) for each in seconds]
             rows.append([str(bucket.number), *_sizes([bucket]), *cells])
             rows[-1].append(layers_of(first, bucket.members))
-    if others:  # so that columns add up
+    if others:  # the columns must add up
         sums = [ms(sum(getattr(b, f"{n}_s") for b in others)) for n in times[3:]]
         note = f"the sums of {len(others)} buckets"
         rows.append(["others", *_sizes(others), "-", "-", "-", *sums, note])
@@ -224,7 +226,7 @@ def _legend(found: Analysis) -> list[str]:
     where, num_ranks = found.run.ranks[0].where, len(found.run.ranks)
     notes = []
     if any(bucket.wire_s < SHOWN for bucket in found.shown.typical.buckets):
-        notes.append("0.0: at the same time as the bucket before, which counts it")
+        notes.append("0.0 if sent together with the bucket before, which counts it")
     if num_ranks == 1:
         notes.append("includes waiting for slower ranks; rec.gather() tells it apart")
     elif num_ranks < where.world_size:
@@ -245,15 +247,15 @@ def _legend(found: Analysis) -> list[str]:
 
 
 def network_lines(found: Analysis) -> list[str]:
-    """Return two lines: measured and fitted bandwidth; a lower bound of a step's time.
+    """Return a line about the bandwidth, and one about what no bucket layout can reach.
 
-    The bound is for any bucket layout. ``found`` must have a forecast.
+    ``found`` must have a forecast.
     """
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None
     dense = [bucket for bucket in found.shown.typical.buckets if bucket.dense_bytes]
     wire_s = sum(bucket.wire_s for bucket in dense)
-    # Of a ring: bytes that each rank sends.
+    # In a ring, each rank sends so many times the bytes of a bucket.
     on_bus = 2 * (where.world_size - 1) / where.world_size
     nbytes = sum(bucket.dense_bytes for bucket in dense) * on_bus
     fitted = forecast.network
@@ -279,14 +281,13 @@ def _bandwidth(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number as text, of three digits; from 1000 on as an integer ("3612")."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
-    """Return how late ranks are at places: table rows with a head, and notes below it.
+    """Return how late each rank is at each place, as a table and notes below it.
 
-    At most 8 ranks and 40 buckets; the notes say what is left out, and the clock error.
+    The table shows some ranks and buckets only. The notes say what is left out.
     """
     first = found.run.ranks[0]
     shown = [timeline.where.rank for timeline in found.run.ranks][:MAX_COLUMNS]
@@ -313,17 +314,17 @@ def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line of text per row: cells right-aligned, the last one left-aligned."""
+    """Return a line for each row; all cells but the last one are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
 def spread_text(spread_s: Spread) -> str:
-    """Return the text "p10 A, p90 B" in ms, of seconds."""
+    """Return the text "p10 A, p90 B", in milliseconds."""
     return f"p10 {ms(spread_s[0])}, p90 {ms(spread_s[1])}"
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as text: milliseconds with one decimal, no unit, never "-0.0"."""
-    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"
+    """Return seconds as a text of milliseconds, without the unit."""
+    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"  # the addition makes 0.0 of -0.0

@@ -1,6 +1,6 @@
-"""Hold recorded steps as frozen data; write them to JSON and read them back.
+"""Recorded steps as frozen data, which is written to JSON and read back.
 
-One step, in the order of its times on a rank's clock::
+These are the times of one step, in their order on a rank's clock::
 
     forwards         backward                   finalize_end_ns            end_ns
     |----| |----|    |--------------|-----------------|    |---------|        |
@@ -9,7 +9,8 @@ One step, in the order of its times on a rank's clock::
 
 Local forwards and backwards, which average nothing (``no_sync()``), lie before the
 backward or after it. Times are nanoseconds on the monotonic clock of the rank's host.
-Ranks of one host share a clock; `Timeline.clock` holds the offset to rank 0's clock.
+Ranks of one host share a clock. Where hosts differ, `Timeline.clock` holds the offset
+to rank 0's clock.
 """
 
 from __future__ import annotations
@@ -23,94 +24,89 @@ from typing import Any, get_args, get_origin, get_type_hints
 KIND = "minidp timeline"
 VERSION = 4
 AUTO, AUTO_TRIES = "auto", "auto, still trying"  # values of `Where.layout_by`
-_NUMBERS = {"number", "layout"}  # integers of a step that are no times
+_NUMBERS = {"number", "layout"}  # the integers of a step that are no times
 
 
 @dataclass(frozen=True)
 class Span:
-    """Hold the begin and the end of an interval, on a rank's clock."""
+    """The begin and the end of an interval, on a rank's clock."""
 
     begin_ns: int
     end_ns: int
 
     @property
     def seconds(self) -> float:
-        """Return the length in seconds."""
+        """The length in seconds."""
         return (self.end_ns - self.begin_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Hold when one bucket of a step was full, launched, done, and copied out."""
+    """When one bucket of a step was full, launched, done, and copied out."""
 
     number: int  # in launch order
-    full_ns: int  # its last gradient arrived
-    launched_ns: int  # its collective was enqueued
-    done_ns: int  # its collective was complete
-    copied_out_ns: int  # the averages were in ``.grad``
+    full_ns: int  # when its last gradient arrived
+    launched_ns: int  # when its collective was enqueued
+    done_ns: int  # when its collective was complete
+    copied_out_ns: int  # when the averages were in ``.grad``
 
 
 @dataclass(frozen=True)
 class Step:
-    """Hold the times of one synchronised backward and what ran around it.
-
-    That is: its forwards, local forwards and backwards, and optimizer steps.
-    """
+    """The times of one synchronised backward, and of what ran around it."""
 
     number: int  # number of the synchronised backward, from 0
     layout: int  # index in `Timeline.layouts`
     forwards: tuple[Span, ...]  # before a synchronised backward, at least one
     backward: Span  # ends when every gradient is computed
     finalize_end_ns: int  # when every bucket is reduced and copied out
-    end_ns: int  # the next step's first forward; for the last step: its last event
-    buckets: tuple[BucketTimes, ...]  # that were reduced, in launch order
+    end_ns: int  # when the next step begins; in the last step, its last event
+    buckets: tuple[BucketTimes, ...]  # those that were reduced, in launch order
     optimizers: tuple[Span, ...] = ()  # also optimizer steps inside the backward
-    ready_ns: tuple[int | None, ...] = ()  # per parameter index; (): not timed
+    ready_ns: tuple[int | None, ...] = ()  # by parameter index; () if not timed
     local_forwards: tuple[Span, ...] = ()  # under ``no_sync()``
     local_backwards: tuple[Span, ...] = ()  # without averaging; may be nested
 
     @property
     def begin_ns(self) -> int:
-        """Return when (ns) the first forward begins, local ones included."""
+        """When the first forward begins, local ones included."""
         return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     @property
     def reduced_s(self) -> float:
-        """Seconds from the backward's begin until all averages are in ``.grad``."""
+        """The seconds from the backward's begin until all averages are in ``.grad``."""
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
-        """Return when (ns) the first gradient of the parameters ``members`` came.
-
-        None if no grad hook of theirs was timed in this step.
-        """
+        """Return when the first gradient of some parameters came; None if not timed."""
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
         return min(found, default=None)
 
 
 @dataclass(frozen=True)
 class Param:
-    """Describe a parameter whose gradient is averaged."""
+    """A parameter whose gradient is averaged."""
 
-    name: str  # dotted, as in ``named_parameters()``
-    nbytes: int  # size of its dense gradient
-    kind: str  # dtype and device: what a bucket has in common; "sparse ..."
+    name: str  # as in ``named_parameters()``
+    nbytes: int  # the size of its dense gradient
+    kind: str  # dtype and device, which a bucket has in common; or "sparse ..."
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Hold how far a rank's clock is ahead of another's, and how exact that is.
+    """How far a rank's clock is ahead of another one, and how exactly that is known.
 
-    Of rank 0's in `Timeline.clock`, of the run's first rank's in `Run.clocks`.
+    The other clock is rank 0's in `Timeline.clock`, and that of the first rank in
+    `Run.clocks`.
     """
 
-    offset_ns: int  # negative: it is behind
+    offset_ns: int  # negative if it is behind
     error_ns: int  # the true offset is at most this far from `offset_ns`
 
 
 @dataclass(frozen=True)
 class Where:
-    """Hold who recorded, on what machine, with what versions and settings."""
+    """Who recorded, on what machine, with what versions and settings."""
 
     rank: int
     world_size: int
@@ -119,35 +115,29 @@ class Where:
     host: str  # equal for ranks that share a clock
     versions: Mapping[str, str] = field(default_factory=dict)
     comm_hook: str = ""  # its name; it may send other bytes than the gradients
-    layout_by: str = ""  # `AUTO`, `AUTO_TRIES`; empty: the bucket caps
-    # Why the group reduced the buckets; "": they lay in shared memory; None: one rank.
+    layout_by: str = ""  # `AUTO`, `AUTO_TRIES`, or "" if bucket caps made it
+    # Why the buckets were not in shared memory; "" if they were, None with one rank.
     no_shared_memory: str | None = None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold one rank's finished recording, frozen: steps, parameters, bucket layouts."""
+    """The finished recording of one rank: steps, parameters, bucket layouts."""
 
     where: Where
     params: tuple[Param, ...]  # by parameter index
-    layouts: tuple[tuple[tuple[int, ...], ...], ...]  # parameter indices per bucket
+    layouts: tuple[tuple[tuple[int, ...], ...], ...]  # parameter indices of each bucket
     steps: tuple[Step, ...]  # oldest first
     num_dropped: int = 0  # steps that failed, were incomplete, or too old to be kept
-    clock: ClockOffset | None = None  # None: not compared with rank 0's clock
+    clock: ClockOffset | None = None  # None if not compared with rank 0's clock
 
     def moved(self, ns: int) -> Timeline:
-        """Return a copy whose steps are ``ns`` later; if ``ns`` is 0, this object.
-
-        The copy has the same `clock`.
-        """
+        """Return a copy whose steps are ``ns`` later."""
         return replace(self, steps=_moved(self.steps, ns)) if ns else self
 
 
 def _moved(value: Any, ns: int) -> Any:
-    """Return a copy of ``value`` in which all times are ``ns`` later.
-
-    ``value``: a time, None (stays), or a tuple or dataclass of such; `_NUMBERS` stay.
-    """
+    """Return a copy of a time, or of a tuple or dataclass of times, ``ns`` later."""
     if isinstance(value, tuple):
         return tuple(_moved(each, ns) for each in value)
     if isinstance(value, int):
@@ -168,10 +158,14 @@ def to_json(timelines: Sequence[Timeline]) -> str:
 
 
 def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ...]:
-    """Return the timelines that `to_json` wrote to ``text``.
+    """Return the timelines that `to_json` has written.
 
-    Raises ValueError, which names ``source``, if the text is no recording, is of
-    another `VERSION`, is damaged, or holds no rank.
+    Args:
+        text: What `to_json` returned.
+        source: Where the text comes from, for errors.
+
+    Raises:
+        ValueError: The text is no recording of this version, or is damaged.
     """
     try:
         value = json.loads(text)
@@ -187,10 +181,7 @@ def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ..
 
 
 def _problem(value: Any) -> str:
-    """Return why parsed JSON is no recording of this version with a rank, else "".
-
-    Raises KeyError if it has no entry "ranks"; does not look into the ranks.
-    """
+    """Return why parsed JSON is no recording of this version; "" if it is one."""
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
     if value.get("version") != VERSION:
@@ -203,10 +194,7 @@ _hints: Any = functools.cache(get_type_hints)
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """Convert parsed JSON to the type ``kind``: dataclasses and tuples, deeply.
-
-    Values of other types are returned as they are, unchecked.
-    """
+    """Convert parsed JSON to dataclasses and tuples, as the type ``kind`` has them."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _built(hints[name], each) for name, each in value.items()})

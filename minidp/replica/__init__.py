@@ -1,9 +1,10 @@
-"""Make replicas start equal, and check that they stay equal.
+"""Make the replicas start equal, and check that they stay equal.
 
-Read `parameters` (those of a module that take part), `verify` (the same tensors on all
-ranks, then rank 0's values), `drift` (compare every so many steps), `standing` and
-`optimizers` (compare once, and copy, on ways back to training), `digest` (checksums),
-`rounding` (differences that are none).
+Read the files in this order. `parameters` finds the parameters of a module that take
+part. `verify` checks that all ranks wrap the same module, and copies rank 0's values to
+all. `drift` compares the replicas every so many steps. `standing` and `optimizers`
+compare them, and copy optimizers, on the ways back to training after an error. `digest`
+has the checksums, `rounding` the differences that are only rounding.
 """
 
 from . import optimizers, parameters, standing, verify

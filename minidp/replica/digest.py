@@ -1,4 +1,8 @@
-"""Sum up the bits of tensors: equal tensors have equal sums, NaN included."""
+"""Compute checksums of tensors, so that ranks can compare replicas by a few numbers.
+
+A checksum is a weighted sum of a tensor's bits, taken as integers. So equal tensors
+have equal sums on every device and also where they hold NaN, which equals nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 
 SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
 _WORD = 4  # bytes
-_CHUNK = 2**17  # words to be summed up at once: they stay in a cache
+_CHUNK = 2**17  # words to be summed up at once: so many stay in a cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -23,16 +27,18 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             sums.append(sum_of_bits(tensor))
     sums += [sum_of_bits(torch.cat(pieces)) for pieces in small.values()]
     found = torch.stack([each.to(sums[0].device) for each in sums])
-    # Odd factors: no change of one number is lost, and their order counts.
+    # The factors are odd, so that no change of a single number is lost modulo 2**64,
+    # and all different, so that the order of the tensors counts.
     factors = torch.arange(1, 2 * len(sums), 2, device=found.device)
     return (found * factors).sum()
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum of a tensor's bits: words of 4 bytes, each times an odd factor.
+    """Return a checksum of a tensor's bits, as a 0-D int64 that wraps around.
 
-    A 0-D int64 that wraps around. A change of one element changes it, and so does an
-    exchange of two; the two words of an element of 8 bytes may cancel out, rarely.
+    It is the sum of the tensor's words of 4 bytes, each times an odd factor of its own.
+    A change of one element changes the sum, and so does an exchange of two elements.
+    Only the two words of an element of 8 bytes may cancel each other out, rarely.
     """
     flat = _plain(tensor)
     size = flat.element_size()
@@ -51,9 +57,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values, row by row whatever its strides: 1-D, contiguous.
+    """Return a tensor's values as one contiguous row, a view where that is possible.
 
-    A view where possible. Complex values as pairs of reals.
+    The order does not depend on the strides. Complex values become pairs of reals.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.stride(0) != 1:  # one element with a stride counts as contiguous

@@ -1,22 +1,31 @@
 """Compare the replicas every so many steps (``check_replicas_every``).
 
-    forward    each rank sums up the bits of its parameters (and broadcast buffers)
-    backward   at its end, ranks compare one number each: the group is idle then
-    step       if they differed: once more, after optimizer.step()
+Nothing makes replicas equal after the construction; they stay equal because all of them
+apply the same averages. If one rank loads a checkpoint alone, or changes a parameter by
+hand, the training goes on, and the loss gets worse without an error. So the ranks
+compare a checksum of their parameters now and then::
 
-The second look is for weights that are moved with local gradients, or disturbed by
-random numbers of each rank, and moved back before the step or inside it. Each optimizer
-answers for the parameters that it holds.
+    forward    each rank computes the checksum of its parameters and broadcast buffers
+    backward   at its end, when the group is idle, the ranks compare one number each
+    step       if they differed, they compare once more, after optimizer.step()
 
-"auto" accepts updates in no_sync(), a user's comm hook, ``unsynced`` not "raise".
+The second look is for training loops that move the weights on purpose, with local
+gradients or with random numbers of each rank, and move them back before the step or
+inside it. Each optimizer answers for the parameters that it holds.
+
+With ``check_replicas_every="auto"`` a difference is accepted if there is a reason for
+it: updates inside no_sync(), a comm hook of the user, or ``unsynced`` other than
+"raise".
 
 Every way back to training begins the schedule anew (`ReplicaCheck.restart`), because
-there replicas are most likely to differ. Where not all ranks are known to compare, each
-one puts its checksum into the store and never waits for the others (`meet`)::
+there the replicas are most likely to differ. Where not all ranks are known to compare,
+a collective could wait for ever. There each rank puts its checksum into the store, and
+waits for nobody (`ReplicaCheck.meet`)::
 
-    forward    put mine into the store
-    backward   cannot end before all ranks have begun it: who wants to compare has put
-               its checksum there by now. All ranks have: compare. Else: forget it
+    forward    each rank that wants to compare puts its checksum into the store
+    backward   it cannot end before all ranks have begun it. So at its end all checksums
+               are in the store, and are compared; or some rank does not want to
+               compare, and the others forget theirs
 """
 
 from __future__ import annotations
@@ -52,23 +61,25 @@ if TYPE_CHECKING:
     from minidp.core import Ledger
     from minidp.hooks import CommHook
 
-# What "auto" compares: a checkpoint that one rank has loaded shows in the first step.
-AUTO_STEPS = frozenset({0, 1, 100})  # each costs a step of a tiny model
+# In which steps "auto" compares. Steps 0 and 1 show a checkpoint that one rank has
+# loaded; a comparison costs about as much as a step of a tiny model.
+AUTO_STEPS = frozenset({0, 1, 100})
 AUTO_EVERY = 1000
-PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
-CONFIRM_SECONDS = 10.0  # for other ranks to step, too
+# In how many steps the replicas may differ before the error, if no optimizer steps that
+# could make them equal again.
+PATIENCE = 10
+CONFIRM_SECONDS = 10.0  # how long a rank waits for the others to step, too
 POLL_SECONDS = 0.005
-ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
+ROUNDING = 1e-3  # what counts as rounding, as a fraction of a tensor's largest element
 
-# Bits that ranks exchange: why replicas may differ legally.
-LOCAL_UPDATES = 1  # parameters changed inside no_sync()
-# A foreign comm hook; or unsynced="ignore" made no error of a mistake.
-ON_PURPOSE = 2
+# Why replicas may differ legally: bits, which the ranks exchange.
+LOCAL_UPDATES = 1  # parameters were changed inside no_sync()
+ON_PURPOSE = 2  # a foreign comm hook has run, or unsynced="ignore" excused a mistake
 WARNED = 4  # unsynced="warn" made a warning of a mistake
 
 
 class _Cause(NamedTuple):
-    """Hold a sentence on why replicas differ ("": not known), and the remedy."""
+    """Why replicas differ, as a sentence or "" if it is not known, and the remedy."""
 
     text: str
     remedy: str
@@ -76,69 +87,70 @@ class _Cause(NamedTuple):
 
 _UNKNOWN = _Cause(
     "",
-    "look for what changes parameters on some ranks only: a checkpoint that was loaded "
-    "on one rank (load it on all, or on rank 0 before wrapping, which broadcasts), "
-    "other seeds with init_sync=False, updates by hand, random numbers, "
-    "unsynced='ignore'; what is to differ belongs to the parameters to ignore "
-    "(_set_params_and_buffers_to_ignore_for_model), or pass check_replicas_every=0; "
-    "load the last checkpoint on all ranks and call reset(), or call "
-    "reset(copy_from=0) to copy rank 0's state, or wrap the module again",
+    "find what changes parameters on some ranks only: a checkpoint that was loaded on "
+    "one rank (load it on all, or on rank 0 before wrapping, which broadcasts), "
+    "another seed with init_sync=False, an update by hand, random numbers, or "
+    "unsynced='ignore'. Then load the last checkpoint on all ranks and call reset(), "
+    "or call reset(copy_from=0) to copy rank 0's state, or wrap the module again. If "
+    "parameters are meant to differ, put them on the list of ignored ones "
+    "(_set_params_and_buffers_to_ignore_for_model), or pass check_replicas_every=0",
 )
 _ROUNDING = _Cause(
     " The difference is as small as rounding: other hardware, or kernels that are not "
     "deterministic, may be the cause.",
-    "nothing, if that is so; else look at what changes parameters on some ranks only. "
-    "check_replicas_every=100 makes any difference an error. This is said once",
+    "nothing, if that is the cause; else find what changes parameters on some ranks "
+    "only. check_replicas_every=100 makes any difference an error. This is said once",
 )
 _LOCAL = _Cause(
     " Parameters were updated inside no_sync(), where gradients stay local, and nobody "
     "has averaged them since.",
-    "if the update was to use averaged gradients, take optimizer.step() and "
-    "zero_grad() out of the no_sync() block (an indentation too deep); for local SGD "
-    "average the parameters before the next forward outside no_sync(); then load the "
+    "if the update was meant to use averaged gradients, take optimizer.step() and "
+    "zero_grad() out of the no_sync() block (an indentation too deep). For local SGD, "
+    "average the parameters before the next forward outside no_sync(). Then load the "
     "last checkpoint on all ranks. This is said once",
 )
 _MISSED = _Cause(
     " A rank has missed steps that others have made ({}), and nothing has made the "
     "replicas equal since.",
     "call reset(copy_from=0) on all ranks, which copies rank 0's parameters, buffers "
-    "and optimizer state; or load the same checkpoint of model and optimizers on all "
+    "and optimizer state, or load the same checkpoint of model and optimizers on all "
     "ranks, and call reset()",
 )
 _EXCUSED = _Cause(
     " Before, a mistake was only warned of, because of unsynced='warn': the replicas "
     "have trained apart since.",
-    "mend what that warning named, then load the last checkpoint on all ranks; if the "
+    "mend what that warning named, then load the last checkpoint on all ranks. If the "
     "replicas are meant to differ, pass unsynced='ignore'. This is said once",
 )
-# Sums of bits on each rank, by rank, of the tensors that differ.
+# The checksums of all ranks, for each tensor that differs, by its name.
 _Differences = Mapping[str, Sequence[int]]
 
 
 class _Snapshot(NamedTuple):
-    """Hold one replica's checksum before a forward, and the tensors it was taken of.
+    """One replica's checksum before a forward, and the tensors that it was taken of.
 
-    The tensors themselves, no copies: optimizers may change them later.
+    It holds the tensors themselves and no copies, so optimizers may change them later.
     """
 
-    step: int  # number of synchronised backwards finished
+    step: int  # how many synchronised backwards have finished
     tensors: Mapping[str, torch.Tensor]  # parameters, by name, to be compared once more
-    buffer_sums: Mapping[str, int]  # of module buffers: the forward changes them
+    buffer_sums: Mapping[str, int]  # taken now, because a forward changes buffers
     digest: torch.Tensor
-    was_hooked: bool  # a foreign comm hook made averages that came before
-    place: str = ""  # in the store, where all ranks put their row; "": a collective
+    was_hooked: bool  # whether a foreign comm hook made averages before
+    place: str = ""  # where in the store the ranks compare; "" if by a collective
 
 
 class ReplicaCheck(Observer):
-    """Compare replicas every so many steps (``every``); at most one per wrapper.
+    """Compare the replicas of one wrapper every so many steps.
 
-    The wrapper calls `begin` before forwards for which `is_due`. Only then this is an
-    observer of ``queue``, whose `finished` compares at the backward's end. After a
-    difference the optimizer guard calls `confirm` after a step.
+    The wrapper calls `begin` before each forward for which `is_due` holds. From then to
+    the end of the backward this object is an observer of ``queue``, and its `finished`
+    compares. If the replicas differed, the optimizer guard calls `confirm` after the
+    next optimizer step.
     """
 
-    awaits_step = True  # optimizers step after backwards, not inside them
-    _under_way: _Snapshot | None = None  # what the next backward's end compares
+    awaits_step = True  # whether optimizers step after backwards, not inside them
+    _under_way: _Snapshot | None = None  # what the end of the next backward compares
 
     def __init__(
         self,
@@ -150,16 +162,19 @@ class ReplicaCheck(Observer):
         self._every, self._is_auto = every, every == AUTO
         self._ledger = ledger
         self._has_warned = False
-        self._has_agreed = False  # replicas were equal in some comparison, ever
-        self._hook_agrees = False  # also after averages of the comm hook
-        # Replicas were equal in a forward, not only once their optimizers had stepped.
+        self._has_agreed = False  # whether replicas were ever equal in a comparison
+        self._hook_agrees = False  # whether they were, after averages of the comm hook
+        # Whether replicas were equal in a forward, not only after their optimizers had
+        # stepped.
         self._agrees_before_steps = False
-        self.has_optimizer = False  # that steps parameters of the wrapper
-        self.warns = False  # unsynced="warn"
-        self.name = ""  # in the store: new, and equal on all ranks; "": no store
-        self.meets_at = ""  # the store's place of the next comparison, see `meet`
+        self.has_optimizer = False  # whether one steps parameters of the wrapper
+        self.warns = False  # whether unsynced="warn"
+        self.name = (
+            ""  # a new name in the store, equal on all ranks; "" without a store
+        )
+        self.meets_at = ""  # where in the store the next comparison is, see `meet`
         self._base = 0  # the step at which the schedule began
-        self._is_shared = True  # all ranks are known to compare at the same steps
+        self._is_shared = True  # whether all ranks are known to compare in these steps
         self.missed_steps = ""  # on which ranks an optimizer made fewer steps
         self._has_met_excuse = False
         self.reset()
@@ -169,17 +184,18 @@ class ReplicaCheck(Observer):
         self.postpone()
         self.meets_at = ""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
-        self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
-        self._waited = 0  # steps, for an optimizer
+        # What differed, as long as nobody has stepped since.
+        self.suspect: _Snapshot | None = None
+        self._waited = 0  # for how many steps no optimizer has stepped since
 
     @property
     def is_due(self) -> bool:
-        """Return whether to compare in this step: scheduled, or after a difference."""
+        """Whether this rank compares in this step."""
         return self._is_scheduled or bool(self.meets_at)
 
     @property
     def _is_scheduled(self) -> bool:
-        """Return whether all ranks compare in this step, so that it is a collective."""
+        """Whether all ranks compare in this step, so that a collective can do it."""
         if not self._is_shared:
             return False
         step = self._ledger.finalized - self._base
@@ -188,10 +204,11 @@ class ReplicaCheck(Observer):
         return self.suspect is not None or is_early or step % every == 0
 
     def restart(self, *, missed_steps: str = "") -> None:
-        """Begin the schedule anew in the next step; all ranks do so.
+        """Begin the schedule anew in the next step, as all ranks must do together.
 
-        ``missed_steps``: on which ranks optimizers made fewer steps, as text; then no
-        difference is taken for rounding, and errors say so.
+        ``missed_steps`` tells on which ranks optimizers made fewer steps than on
+        others. If it is not empty, errors say so, and no difference is taken for
+        rounding.
         """
         self._base, self._is_shared = self._ledger.finalized, True
         self.missed_steps = missed_steps
@@ -202,10 +219,13 @@ class ReplicaCheck(Observer):
             self.restart(missed_steps=self.missed_steps)
 
     def meet(self, place: str, *, is_first: bool = False) -> None:
-        """Compare in the next synchronised step, if all ranks do; wait for none.
+        """Compare in the next synchronised step if all ranks want to; wait for none.
 
-        ``place``: in the group's store; new, and equal on all ranks. ``is_first``: this
-        begins the schedule: before, other ranks are not known to compare at all.
+        Args:
+            place: Where the ranks put their checksums into the group's store. It must
+                be new, and equal on all ranks.
+            is_first: Whether this begins the schedule, because until now the other
+                ranks were not known to compare at all.
         """
         self.meets_at = place
         if is_first:
@@ -213,9 +233,10 @@ class ReplicaCheck(Observer):
             self._is_shared, self.name = False, ""
 
     def meet_after_excuse(self) -> None:
-        """Compare soon, because a mistake was excused; no-op if the user ignores all.
+        """Compare in the next step, because ``unsynced="warn"`` has excused a mistake.
 
-        Ranks that made no mistake do not meet: then the schedule has to find it.
+        If only some ranks made the mistake, only these come here, and nothing is
+        compared. Then the schedule has to find the difference.
         """
         if self.warns and self.name and not self._has_met_excuse:
             self._has_met_excuse = True
@@ -230,14 +251,15 @@ class ReplicaCheck(Observer):
 
     @property
     def excuses(self) -> int:
-        """Return why this rank's replica may differ legally: 0, or bits."""
+        """Why this rank's replica may differ legally, as bits; 0 without a reason."""
         hook = self._queue.averaging.comm_hook
         is_hooked = hook is not None and hook.has_run and is_foreign(hook)
         return self._excuses(was_hooked=is_hooked)
 
     def _excuses(self, *, was_hooked: bool) -> int:
         ledger = self._ledger
-        # A step that some rank has missed is no doing of a hook that kept them equal.
+        # If the hook has kept the replicas equal before, it does not explain a
+        # difference after a step that some rank has missed.
         was_hooked &= not (self._hook_agrees and self.missed_steps)
         reasons = LOCAL_UPDATES * ledger.was_local | ON_PURPOSE * was_hooked
         return reasons | (WARNED if self.warns else ON_PURPOSE) * ledger.was_excused
@@ -248,17 +270,24 @@ class ReplicaCheck(Observer):
         frozen: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Store this replica's checksum before a forward; `finished` will compare it.
+        """Compute this replica's checksum before a forward, for `finished` to compare.
 
-        Replaces an earlier one; no communication. "auto" omits module buffers and, once
-        replicas agreed, frozen parameters. ``params``: those that are averaged.
+        It replaces an earlier checksum, and waits for no other rank. With "auto" it
+        leaves out the module buffers and, once replicas have agreed, frozen parameters.
+
+        Args:
+            params: The parameters that are averaged, by name.
+            frozen: The other parameters that are not ignored.
+            buffers: The module buffers that forwards broadcast.
         """
         if self._is_auto:
             buffers = {}
             # Once replicas agreed, one rank may keep averaged weights in frozen ones.
             frozen = {} if self._has_agreed else frozen
         tensors = {**params, **frozen}
-        if self.suspect is not None:  # others were equal after their optimizer's step
+        # After a difference, only the suspects are left to compare: all other
+        # parameters were equal after their optimizer had stepped.
+        if self.suspect is not None:
             suspected = self.suspect.tensors.keys()
             tensors = {n: t for n, t in tensors.items() if n in suspected} or tensors
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
@@ -270,7 +299,7 @@ class ReplicaCheck(Observer):
         step, self.meets_at = self._ledger.finalized, ""
         snapshot = _Snapshot(step, tensors, buffer_sums, digest, was_hooked, place)
         if place:
-            with suppress(RuntimeError):  # a lost store: then nobody compares
+            with suppress(RuntimeError):  # if the store is lost, nobody compares
                 group = self._queue.communicator.group
                 row = self._row(snapshot)
                 post_json(group_store(group, place), "row", group.rank(), row)
@@ -280,20 +309,25 @@ class ReplicaCheck(Observer):
         )  # before those that step optimizers
 
     def postpone(self) -> None:
-        """Drop the checksum of `begin`, if any: no backward's end will compare it."""
+        """Drop the checksum of `begin`, so that no backward's end will compare it."""
         self._under_way = None
         self._queue.observers.remove(self)
 
     # -- at the end of a backward ------------------------------------------------------
 
     def finished(self) -> None:
-        """Collective: end a backward by comparing the checksums that `begin` stored.
+        """At the end of a backward, compare the checksums that `begin` has computed.
 
-        ReplicaMismatchError if ranks are at different steps. "auto" accepts a
-        difference with a known reason (and warns once of updates in no_sync()). Any
-        other is compared again: by `confirm` in the next step; or at once by
-        `_confirm`, if module buffers are compared, optimizers step in backwards, or
-        none has come for 10 steps (1 without "auto", or if some rank has no optimizer).
+        With "auto" a difference that has a reason is accepted, with one warning after
+        updates inside no_sync(). Any other difference is looked at a second time, by
+        `confirm` after the next optimizer step. It is looked at here and now if nothing
+        can be hoped from such a step: module buffers differ, optimizers step inside
+        backwards, or no optimizer has stepped for 10 steps (for 1 step without "auto",
+        or if some rank has no optimizer).
+
+        Raises:
+            ReplicaMismatchError: The ranks are at different steps, or the second look
+                was taken here, and the replicas differ.
         """
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None
@@ -301,7 +335,8 @@ class ReplicaCheck(Observer):
         if snapshot.place:
             if not (rows := self._rows_met(snapshot.place)):
                 return
-            if not self._is_shared:  # now it is
+            # All ranks have met, so from now on all of them have the same schedule.
+            if not self._is_shared:
                 self._is_shared, self.name = True, snapshot.place
         else:
             rows = self._gather(self._row(snapshot))
@@ -323,7 +358,7 @@ class ReplicaCheck(Observer):
             ledger.was_local = ledger.was_excused = False
         elif self._is_auto and any(all_reasons):
             self.suspect = None
-            # Local updates alone may be a mistake as well.
+            # Local updates may be meant (local SGD), or a step in the wrong block.
             if not any(r & ON_PURPOSE for r in all_reasons) and not self._has_warned:
                 was_warned = any(reasons & WARNED for reasons in all_reasons)
                 cause = _EXCUSED if was_warned else _LOCAL
@@ -331,20 +366,21 @@ class ReplicaCheck(Observer):
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
             self._waited += 1
-            # All ranks decide alike: what follows is a collective.
+            # What follows is a collective, so this decision must be the same on all
+            # ranks. It is made of what all ranks have exchanged.
             limit = PATIENCE if self._is_auto and all(have_optimizers) else 1
             is_late = self._waited > limit or not self.awaits_step
             if is_late or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
-        """Return step of the schedule, excuses, whether one optimizes, and checksum."""
+        """Return what ranks exchange: step, excuses, has an optimizer, checksum."""
         reasons = self._excuses(was_hooked=snapshot.was_hooked)
         step, has_optimizer = snapshot.step - self._base, int(self.has_optimizer)
         return [step, reasons, has_optimizer, int(snapshot.digest)]
 
     def _rows_met(self, place: str) -> list[list[int]]:
-        """Return all ranks' rows at a place of the store; [] if some put none there."""
+        """Return the rows of all ranks from the store; [] if one is not there yet."""
         group = self._queue.communicator.group
         with suppress(RuntimeError):
             rows = read_json(group_store(group, place), "row", range(group.size()))
@@ -359,13 +395,16 @@ class ReplicaCheck(Observer):
     # -- after a step ------------------------------------------------------------------
 
     def confirm(self, held: Sequence[str]) -> None:
-        """Compare again after an optimizer step, if `finished` saw a difference.
+        """Compare again after an optimizer step, if `finished` has seen a difference.
 
-        ``held``: names of the parameters that the optimizer holds; only these are
-        compared, and frozen ones, which no optimizer will change. Raises or warns as
-        `_confirm`. Waits up to 10 s until all ranks have stepped; if some do not come,
-        or ranks share no store to find that out, returns: the next backwards compare
-        again, and the last of them confirms a difference itself.
+        It compares the parameters that the optimizer ``held``, given by name, and the
+        frozen ones, which no optimizer will change. For this it waits up to 10 s until
+        all ranks have stepped. If some do not come, or if there is no store to find
+        that out, it returns. The next backwards will then compare again, and the last
+        of them takes the second look itself.
+
+        Raises:
+            ReplicaMismatchError: The replicas still differ.
         """
         if self.suspect is None:
             return
@@ -386,25 +425,25 @@ class ReplicaCheck(Observer):
         self.suspect, self._waited = left, 0
 
     def _have_buffers_drifted(self, snapshot: _Snapshot) -> bool:
-        """Collective: return whether module buffers differ, which no step mends."""
+        # No optimizer step makes module buffers equal again.
         if not snapshot.buffer_sums:
             return False
         rows = self._gather([*snapshot.buffer_sums.values()])
         return any(row != rows[0] for row in rows)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Collective: compare again; ReplicaMismatchError if replicas still differ.
+        """Compare on all ranks a second time; raise an error if they still differ.
 
-        With "auto", a difference that rounding explains is only warned of, once. Clears
-        `suspect`, and drops a later checksum of `begin`.
+        With "auto", a difference that rounding explains is only warned of, and only
+        once.
         """
-        # A digest under way may be of a forward that not all ranks ran.
+        # A checksum under way may be of a forward that not all ranks have run.
         self.suspect = None
         self.postpone()
         found = self._find_differences(snapshot)
         if not found:
             self._agree(snapshot.step)
-        elif self.missed_steps:  # what rounding does is not to be found out
+        elif self.missed_steps:  # then even a small difference is an error
             missed = _MISSED._replace(text=_MISSED.text.format(self.missed_steps))
             raise ReplicaMismatchError(self._explain(snapshot.step, found, missed))
         elif self._is_auto and self._are_close(
@@ -415,13 +454,11 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(self._explain(snapshot.step, found, _UNKNOWN))
 
     def _warn(self, step: int, found: _Differences, cause: _Cause) -> None:
-        """Warn of ``found``, once for this object; not if no tensor differs."""
         if found and not self._has_warned:
             self._has_warned = True
             warn(self._explain(step, found, cause))
 
     def _explain(self, step: int, found: _Differences, cause: _Cause) -> str:
-        """Return a message: which tensors differ, on which ranks, since when, why."""
         names = [*found]
         sums = found[names[0]]
         usual = max(sums, key=sums.count)
@@ -435,23 +472,20 @@ class ReplicaCheck(Observer):
             f"the same on all ranks{more}.{since}{cause.text}",
             names=names[:MAX_NAMES],
             expected=f"the bits of rank {', '.join(rest)}",
-            found=f"other ones on rank {', '.join(odd)}",
+            found=f"other bits on rank {', '.join(odd)}",
             remedy=cause.remedy,
         )
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
-        """Collective: exchange one row of integers per rank, equally long; wait.
-
-        Return them by rank.
-        """
+        """Exchange equally long rows of integers, and return them by rank."""
         group, device = self._queue.communicator.group, self._queue.specs[0].device
         with self._queue.communicator.blocking("comparing the replicas"):
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_differences(self, snapshot: _Snapshot) -> _Differences:
-        """Collective: return all ranks' checksums of each tensor that differs, by name.
+        """Return all ranks' checksums of each tensor that differs, by name.
 
-        Of parameters as they are now, and of buffers as at `begin`.
+        Parameters are compared as they are now, buffers as they were at `begin`.
         """
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
@@ -460,23 +494,24 @@ class ReplicaCheck(Observer):
         return {name: sums for name, sums in columns if len(set(sums)) > 1}
 
     def knows_rounding(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Collective, perhaps: return whether only rounding, warned of before, differs.
+        """Return whether the tensors, whose bits differ, differ only by known rounding.
 
-        ``tensors``: those whose bits differ.
+        That is rounding of which this object has warned before. All ranks must call
+        this together: it may be a collective.
         """
         return self._is_auto and self._has_warned and self._are_close(tensors)
 
     def _are_close(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Collective: return whether only rounding makes the ranks' tensors differ."""
         communicator = self._queue.communicator
         return are_close_on_all_ranks(tensors, communicator, ROUNDING, num_eps=16)
 
 
 def is_foreign(hook: CommHook) -> bool:
-    """Return whether a comm hook may give other averages to some ranks.
+    """Return whether a comm hook may give some ranks other averages than others.
 
-    False only for a plain function of minidp or ``torch.distributed.algorithms``. True
-    for a wrapper of one, and for torch's post-local SGD and no-op hooks.
+    Only a plain function of minidp or of ``torch.distributed.algorithms`` is known not
+    to. A wrapper of one may do anything, and torch's hooks for post-local SGD and for
+    no reduction at all are made to let replicas differ.
     """
     place = getattr(hook.hook, "__module__", None) or ""
     name = getattr(hook.hook, "__qualname__", "")
@@ -487,10 +522,10 @@ def is_foreign(hook: CommHook) -> bool:
 
 
 def all_come(store: Store, num_ranks: int) -> bool:
-    """Wait up to 10 s for all ranks to call this; return whether they did.
+    """Wait up to 10 s for all ranks to call this, and return whether they did.
 
-    The answer is the same on all ranks. It stays in ``store``, so that each question
-    needs a new prefix.
+    The answer is the same on all ranks. It stays in ``store``, so each question needs a
+    store with a new prefix.
     """
     deadline = world.now() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:

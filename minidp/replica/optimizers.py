@@ -1,13 +1,16 @@
-"""Compare what optimizers did on each rank; copy their state from one rank to others.
+"""Compare what the optimizers did on each rank, and copy their state between ranks.
 
 Equal parameters are not enough to go on with: a rank that has missed a step has another
 momentum, and perhaps another learning rate, and so its next step would differ.
 
 Two ranks have the same optimizer if its class and the parameters in its groups are the
-same. Only optimizers that all ranks have are looked at: those that share the work among
-ranks (ZeRO) hold other parameters on each. State and settings are compared and copied
-for the classes of ``torch.optim`` alone, whose next step depends on nothing else. Of
-other classes nobody knows whether their state is meant to differ.
+same. Only optimizers that all ranks have are looked at, because those that share the
+work among ranks (ZeRO) hold other parameters on each. State and settings are compared
+and copied only for the classes of ``torch.optim``, whose next step depends on nothing
+else. Of other classes nobody knows whether their state is meant to differ.
+
+To be sent, an optimizer's state becomes plain data that JSON can hold, with its tensors
+in a list beside it (`_plain`); the receiver turns it into values again (`_made`).
 """
 
 from __future__ import annotations
@@ -38,21 +41,21 @@ class OptimizerFacts(NamedTuple):
     """What one rank knows of one optimizer, as plain data that JSON can hold."""
 
     name: str  # of its class
-    steps: int  # since the ranks last agreed
-    is_known: bool  # a class of torch.optim: its state can be compared and copied
+    steps: int  # that it has made since the ranks last agreed
+    is_known: bool  # whether it is of torch.optim: its state can be compared and copied
     has_state: bool
-    settings: str  # of its groups: learning rate ..., as text
+    settings: str  # of its groups, as text: the learning rate, for example
     state: Mapping[str, str]  # by name of the parameter, as text with checksums
 
 
 def find_optimizers(params: Iterable[torch.Tensor]) -> list[Optimizer]:
     """Return all optimizers of this process that hold some of ``params``.
 
-    Searches all Python objects, which may take a second: a rank that has never stepped
-    knows its optimizer from nowhere else.
+    This searches all Python objects, which may take a second. There is no other way:
+    the optimizer of a rank that has never stepped has not called us yet.
     """
     ids = {id(param) for param in params}
-    # Not isinstance(): it may run code of objects that stand for others.
+    # isinstance() would run code of proxy objects, so this asks for the type alone.
     found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     return [o for o in found if _held(o) & ids]
 
@@ -60,10 +63,10 @@ def find_optimizers(params: Iterable[torch.Tensor]) -> list[Optimizer]:
 def by_key(
     optimizers: Iterable[Optimizer], params: Sequence[torch.Tensor]
 ) -> dict[str, Optimizer]:
-    """Return the optimizers by a key that is equal on all ranks for the same one.
+    """Return the optimizers by a key, which is equal on all ranks for the same one.
 
-    Without those inside an optimizer of ``torch.distributed``, which divides their work
-    among ranks.
+    Those inside an optimizer of ``torch.distributed`` are left out, because that one
+    divides their work among the ranks.
     """
     index = {id(param): i for i, param in enumerate(params)}
     every = list(optimizers)
@@ -83,7 +86,7 @@ def by_key(
         ]
         digest = hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]
         key, number = f"{type(optimizer).__qualname__}/{digest}", 0
-        while f"{key}/{number}" in found:  # two alike, in the order of their steps
+        while f"{key}/{number}" in found:  # two that are alike, in their given order
             number += 1
         found[f"{key}/{number}"] = optimizer
     return found
@@ -92,12 +95,13 @@ def by_key(
 def facts_of(
     optimizer: Optimizer, steps: int, params: Mapping[str, torch.Tensor]
 ) -> OptimizerFacts:
-    """Describe an optimizer as far as it concerns ``params`` (by name)."""
+    """Describe an optimizer, as far as it concerns ``params``, which come by name."""
     is_known = can_copy(optimizer)
     state, settings = {}, ""
     if is_known:
         own = {name: optimizer.state.get(param) for name, param in params.items()}
-        # Numbers are counts, or losses (of LBFGS), which differ between ranks.
+        # A float in the state may be a loss (LBFGS keeps it), which each rank has its
+        # own of. So only the other values are compared.
         state = {name: _text(_without_floats(v)) for name, v in own.items() if v}
         settings = json.dumps([_text(each) for each in _settings(optimizer)])
     has_state = any(optimizer.state.get(param) for param in params.values())
@@ -106,7 +110,7 @@ def facts_of(
 
 
 def can_copy(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is of ``torch.optim``, so that all is known of it."""
+    """Return whether an optimizer is of ``torch.optim``, whose whole state we know."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -121,11 +125,17 @@ def copy_optimizers(
     group: ProcessGroup,
     root: int,
 ) -> list[str]:
-    """Collective: give all ranks rank ``root``'s state and settings of ``optimizers``.
+    """Give all ranks the state and settings that optimizers have on rank ``root``.
 
-    All ranks pass the same keys, of optimizers of ``torch.optim``. Their state of
-    ``params`` is replaced, and the settings of their groups. Return the names of
-    optimizers that hold values which cannot be sent.
+    All ranks must call this together. It returns the names of optimizers that hold
+    values which cannot be sent.
+
+    Args:
+        optimizers: Optimizers of ``torch.optim``, under the same keys on all ranks. The
+            settings of their groups are replaced.
+        params: Parameters by name. The optimizers' state of these is replaced.
+        group: The group of all replicas.
+        root: The rank whose state all others get.
     """
     tensors: list[torch.Tensor] = []
     plan = {
@@ -165,16 +175,13 @@ def copy_optimizers(
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    """Return the ids of an optimizer's parameters; none if it is not set up."""
+    # An optimizer whose constructor has not run to its end has no groups.
     groups = vars(optimizer).get("param_groups", ())
     return {id(param) for group in groups for param in group["params"]}
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group; without parameters, and what schedulers add.
-
-    ``initial_lr`` is only there on ranks that have made a scheduler.
-    """
+    # A learning rate scheduler adds `initial_lr`, and not all ranks have made one.
     left_out = ("params", "initial_lr", "param_names")
     return [
         {name: value for name, value in group.items() if name not in left_out}
@@ -183,7 +190,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """Return a text that differs if the value does, with checksums for tensors."""
+    """Return a text that differs if the value does, with checksums for its tensors."""
     tensors: list[torch.Tensor] = []
     plain = json.dumps(_plain(value, tensors), sort_keys=True)
     return f"{plain} {[int(sum_of_bits(tensor)) for tensor in tensors]}"
@@ -194,7 +201,7 @@ def _without_floats(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as plain data; append its tensors to ``tensors``, in order."""
+    """Return a value as plain data, and append its tensors to ``tensors``, in order."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout is not torch.strided or value.is_quantized:
             return _OPAQUE
@@ -220,9 +227,10 @@ def _is_opaque(plain: Any) -> bool:
 def _made(
     plain: Any, old: Any, param: torch.Tensor, tensors: list[torch.Tensor]
 ) -> Any:
-    """Return the value that `_plain` described; append its tensors, to be received.
+    """Return the value that `_plain` described, with tensors still to be filled.
 
-    Reuses tensors of the ``old`` value that fit, and all of it that is opaque.
+    These are appended to ``tensors``, in order. Tensors of the ``old`` value are used
+    again if they fit, and so is everything that could not be sent.
     """
     if plain == _OPAQUE:
         return old
@@ -241,7 +249,8 @@ def _made(
     device = torch.device("cpu") if plain["is_cpu"] else param.device
     fits = isinstance(old, torch.Tensor) and old.shape == shape and old.dtype is dtype
     if not fits or old.device != device:
-        # With the strides of the parameter, which decide how fast a step is.
+        # A tensor like the parameter gets its strides, too: they decide how fast a step
+        # of the optimizer is.
         alike = shape == param.shape
         old = (
             torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)

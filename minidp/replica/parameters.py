@@ -1,4 +1,9 @@
-"""Find the tensors of a module that take part in synchronisation."""
+"""Find the tensors of a module that take part in synchronisation.
+
+`examine` sorts a module's parameters into a `Replica`. The two checks below it refuse
+parameters that cannot be averaged, and tensors that rank 0's values cannot be copied
+to.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,16 @@ from minidp.layout import ParamSpec
 
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
 _OVERLAPS = 1  # what torch answers for an expanded tensor
-DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its forward
+# Torch's name of an attribute: if it is set, calling the module calls this, and not its
+# forward. `module.compile()` sets it.
+DETOUR = "_compiled_call_impl"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Hold a module, and which parameters are averaged, ignored, travel last.
+    """A module, and which of its parameters are averaged, ignored, or travel last.
 
-    `examine` makes it. Delayed parameters of another module are among them.
+    `examine` makes it. Delayed parameters may belong to another module.
     """
 
     module: nn.Module
@@ -33,12 +40,12 @@ class Replica:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters to average (managed), in parameter-index order."""
+        """The parameters to average, in the order of their indices."""
         return list(self.managed.values())
 
     @property
     def specs(self) -> list[ParamSpec]:
-        """Name, shape, dtype ... of each managed parameter, to plan the buckets by."""
+        """What the plan of the buckets has to know of each managed parameter."""
         return [
             ParamSpec(
                 name,
@@ -54,11 +61,20 @@ class Replica:
 
 
 def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
-    """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
+    """Sort a module's parameters into a `Replica`, without those on its ignore list.
 
-    Trainable ``delayed`` ones, sent last, take part even if ignored, or of another
-    module (ValueError if this module has their name). Warn of unknown names on the
-    ignore list. TypeError: no module; RuntimeError: nothing is left to average.
+    It warns of names on the ignore list that the module does not have.
+
+    Args:
+        module: The module to synchronise.
+        delayed: Parameters that are to be sent last, by name. The trainable ones among
+            them take part even if they are ignored, or belong to another module.
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: The module has a parameter of the same name as one of ``delayed``
+            that belongs to another module.
+        RuntimeError: No parameter is left to average.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -76,7 +92,9 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     managed: dict[str, nn.Parameter] = {}
     sparse = set()
     seen: set[int] = set()
-    owned = [  # as torch goes through them: shared ones may be listed by any name
+    # A shared parameter has several names, and each of them may be on the ignore list.
+    # This goes through them in the order in which torch's DDP does.
+    owned = [
         (f"{prefix}.{short}".removeprefix("."), owner, param)
         for prefix, owner in module.named_modules()
         for short, param in owner.named_parameters(recurse=False)
@@ -109,10 +127,6 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
 
 
 def _ignore_list(module: nn.Module) -> frozenset[str]:
-    """Return the names on a module's ignore list, leading dots removed; empty if unset.
-
-    TypeError if it holds anything but strings.
-    """
     listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
     strange = {type(name).__name__ for name in listed if not isinstance(name, str)}
     if strange:
@@ -124,9 +138,12 @@ def _ignore_list(module: nn.Module) -> frozenset[str]:
 
 
 def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise RuntimeError for parameters without data, or of inference mode.
+    """Refuse parameters whose data cannot be averaged, and name them.
 
-    TypeError for DTensors.
+    Raises:
+        RuntimeError: Some are not initialised, are on the meta device, or were made in
+            inference mode.
+        TypeError: Some are DTensors.
     """
     lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -158,10 +175,7 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise RuntimeError, naming them, if rank 0's values cannot be written to some.
-
-    Tensors on the meta device have no values, and are not sent.
-    """
+    """Raise a RuntimeError that names tensors which cannot take rank 0's values."""
     causes = {name: _why_not_writable(tensor) for name, tensor in tensors.items()}
     found = [f"{name} ({why})" for name, why in causes.items() if why]
     if found:

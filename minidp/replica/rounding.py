@@ -1,4 +1,8 @@
-"""Tell differences that rounding explains from those that it does not."""
+"""Tell differences that rounding explains from those that it does not.
+
+Ranks on other hardware, or with kernels that are not deterministic, compute averages
+that differ in their last bits. That is no reason to stop a training.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +27,24 @@ def are_close_on_all_ranks(
     limit: float,
     num_eps: int = 2,
 ) -> bool:
-    """Collective: return whether all ranks' ``tensors`` are close to those of rank 0.
+    """Return whether the tensors of all ranks are close to those of rank 0.
 
-    Compares dense tensors in order, until 64 MiB are compared, and takes the rest to be
-    close. An element may be off by ``limit`` times the largest finite element of rank
-    0's tensor, or ``num_eps`` times eps of the dtype, if that is more. None is close to
-    None alone. The answer is the same on all ranks.
+    All ranks must call this together, and all get the same answer. Dense tensors are
+    compared in order until 64 MiB are compared; the rest is taken to be close.
+
+    Args:
+        tensors: The tensors of this rank. None is close to None alone.
+        communicator: Knows the group, and how long to wait for the other ranks.
+        limit: By how much an element may be off, as a fraction of the largest finite
+            element of rank 0's tensor.
+        num_eps: The same in units of the precision of the dtype. The larger of the two
+            counts.
     """
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
     dense = [tensor.detach() for tensor in tensors if tensor is not None]
     is_plain = bool(dense) and all(t.layout is torch.strided for t in dense)
-    # Broadcasts of different sizes would end the process, so ask about these first.
+    # Gloo ends a process that receives a broadcast of another size than it expects. So
+    # the ranks compare shapes and dtypes before they broadcast anything.
     kind = 1 + zlib.crc32(repr(shapes).encode()) if is_plain else 0
     kinds = {value for (value,) in _gather(kind, communicator, tensors)}
     if len(kinds) > 1 or not is_plain:
@@ -52,7 +63,6 @@ def are_close_on_all_ranks(
 def _gather(
     value: int, communicator: Communicator, like: Sequence[torch.Tensor | None]
 ) -> list[list[int]]:
-    """Collective: return each rank's value, in a list of its own."""
     devices = [tensor.device for tensor in like if tensor is not None]
     device = next(iter(devices), torch.device("cpu"))
     group = communicator.group

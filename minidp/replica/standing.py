@@ -1,8 +1,9 @@
 """Say where each replica stands, for ways back to training: ``reset()`` and ``join()``.
 
 A rank that raised before its step has other parameters than one that stepped, and so
-has a rank whose batch came too late for the others. No rank can see this alone. So
-ranks exchange a digest of what they hold, and in case it differs all checksums.
+has a rank whose batch came too late for the others. No rank can see this alone. So the
+ranks exchange a digest of their `Standing`, and if it differs, the whole of it.
+`find_differences` then says what is not equal, and on which ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SHOWN = 3  # names of one kind that a text shows
 
 
 class Standing(NamedTuple):
-    """Hold sums of bits of one replica, by name, and what its optimizers did."""
+    """What one replica holds, as checksums by name, and what its optimizers did."""
 
     parameters: Mapping[str, int]  # those that are averaged
     frozen: Mapping[str, int]
@@ -29,7 +30,7 @@ class Standing(NamedTuple):
     optimizers: Mapping[str, OptimizerFacts]  # by key, see `optimizers.by_key`
 
     def to_bytes(self) -> bytes:
-        """Return the same as JSON; equal standings have equal bytes."""
+        """Return the same as JSON. Equal standings give equal bytes."""
         return json.dumps(self).encode()
 
 
@@ -43,14 +44,14 @@ def from_bytes(text: bytes) -> Standing:
 def exchange(
     mine: Standing, group: ProcessGroup, device: torch.device
 ) -> list[Standing]:
-    """Collective: return the standings of all ranks, by rank."""
+    """Return the standings of all ranks, by rank. All ranks must call this together."""
     text, device = mine.to_bytes(), exchange_device(group, device)
     lengths = [length for (length,) in gather_integers([len(text)], group, device)]
     return [from_bytes(each) for each in gather_bytes(text, lengths, group, device)]
 
 
 class Differences(NamedTuple):
-    """Hold what differs between ranks: sentences for people, and facts to act upon."""
+    """What differs between ranks: sentences for people, and facts to act upon."""
 
     texts: list[str]
     names: list[str]  # of parameters that differ, frozen ones last
@@ -62,7 +63,7 @@ class Differences(NamedTuple):
 
 
 def find_differences(standings: Sequence[Standing]) -> Differences:
-    """Compare the standings of all ranks."""
+    """Compare the standings of all ranks, which come in the order of the ranks."""
     parameters = _differing([s.parameters for s in standings])
     frozen = _differing([s.frozen for s in standings])
     buffers = _differing([s.buffers for s in standings])
@@ -91,7 +92,8 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     if missed:
         text = f"numbers of optimizer steps since ranks agreed ({'; '.join(missed)})"
         texts.append(text)
-    # Running statistics that are not broadcast always differ: alone no bad sign.
+    # Running statistics that no forward broadcasts differ in every healthy training. So
+    # they are told only beside another difference.
     if texts and buffers:
         texts.append(f"module buffers {_some([*buffers])} on {_odd_ranks(buffers)}")
     return Differences(
@@ -106,14 +108,17 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
 
 
 def _differing(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return, by name, the values of all ranks where they differ; None: it lacks it."""
+    """Return the values of all ranks under each name where they differ.
+
+    The value of a rank that lacks the name is None.
+    """
     names = dict.fromkeys(name for each in of_ranks for name in each)
     rows = {name: [each.get(name) for each in of_ranks] for name in names}
     return {name: row for name, row in rows.items() if len({*row}) > 1}
 
 
 def _odd_ranks(found: Mapping[str, Sequence[Any]]) -> str:
-    """Return "rank 1, 2", those whose values are not the most frequent ones."""
+    """Return "rank 1, 2": the ranks whose values are not the most frequent ones."""
 
     def odd(row: Sequence[Any]) -> Iterator[int]:
         usual = max(row, key=list(row).count)  # the first one of equally frequent ones

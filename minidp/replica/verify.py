@@ -1,4 +1,10 @@
-"""Verify that all ranks have the same tensors; broadcast one rank's values."""
+"""Verify that all ranks wrap the same module, and give all of them rank 0's values.
+
+A wrong model on one rank would otherwise show much later: as a hang, or as an abort of
+Gloo, which cannot receive fewer bytes than were sent. So each rank describes its
+replica in texts, the ranks compare a checksum of these first, and only if it differs
+are the texts themselves exchanged, to say in an error what is different.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +33,19 @@ if TYPE_CHECKING:
     from .parameters import Replica
 
 GREETING = -1  # torch's DDP sends its number of parameters where this is expected
-# Kind of a wrapper until `start_equal` gives it a name that no other had. Torchrun
-# keeps the store when it restarts processes: the attempt tells old keys from new ones.
+# The kind of a wrapper's store keys until `start_equal` gives the wrapper a name that
+# no other had. Torchrun keeps the store when it restarts processes, so the number of
+# the attempt has to tell the old keys from the new ones.
 WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 _REJECTED = "rejected"
 _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects so far
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Count an object of ``kind`` on ``group`` here; return a store key, ``kind/n``.
+    """Return a key of the group's store, ``kind/n``, for a new object of ``kind``.
 
-    No communication: it is equal on ranks that make as many of them.
+    Each rank counts for itself, without communication. So the key is equal on all ranks
+    that have made equally many such objects.
     """
     _objects[group_name(group), kind] += 1
     return f"{kind}/{_objects[group_name(group), kind]}"
@@ -52,11 +60,15 @@ def start_equal(
     device: torch.device,
     sends_buffers: bool,
 ) -> str:
-    """Collective: compare shapes, dtypes, options of all ranks; copy rank 0's values.
+    """Check that all ranks wrap the same module, then copy rank 0's values to all.
 
-    Into all parameters that are not ignored, frozen ones included, and with
-    ``sends_buffers`` into module buffers. Raises as `verify`. Return a name for the
-    wrapper's store keys, equal on all ranks.
+    The ranks compare shapes, dtypes and options. Then every parameter that is not
+    ignored gets rank 0's values, frozen ones included, and with ``sends_buffers`` the
+    module buffers get them, too. All ranks must call this together. It returns a name
+    for the wrapper's store keys, which is equal on all ranks.
+
+    Raises:
+        ReplicaMismatchError: The ranks differ, as `verify` finds out.
     """
     mine = {}
     for name, param in replica.parameters.items():
@@ -73,7 +85,6 @@ def start_equal(
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Return shape, layout, dtype and device type of a tensor, as a text to compare."""
     is_dense = tensor.layout is torch.strided
     layout = f"stride {tuple(tensor.stride())}" if is_dense else str(tensor.layout)
     return (
@@ -85,16 +96,27 @@ def _describe(tensor: torch.Tensor) -> str:
 def verify(
     mine: Mapping[str, str] | Exception, group: ProcessGroup, device: torch.device
 ) -> int:
-    """Collective: ReplicaMismatchError on all ranks if their texts ``mine`` differ.
+    """Raise the same error on all ranks if what they wrap differs between them.
 
-    Also if a rank wraps in torch's DDP. ``mine``: texts that describe this replica, by
-    name; or the error with which this rank rejected its arguments: then the other ranks
-    raise, and here the caller does. Return a number that is equal on all ranks and new
-    for each call with this group. From the first call on, its store keys hold a random
-    number.
+    All ranks must call this together. It returns a number that is equal on all ranks
+    and new for each call with this group. From the first call on, the group's store
+    keys hold a random number, so that no other group uses the same ones.
+
+    Args:
+        mine: Texts that describe this replica, by name. Or the error with which this
+            rank rejected its arguments: then the other ranks raise here, and on this
+            rank the caller raises that error.
+        group: The group of all replicas.
+        device: The device of the replica, on which integers are exchanged.
+
+    Raises:
+        ReplicaMismatchError: The texts differ, another rank rejected its arguments, or
+            another rank wraps its module in torch's DDP.
     """
     rejected = isinstance(mine, Exception)
-    # Torch's constructor begins alike: else gloo would abort at the first mismatch.
+    # Torch's constructor also begins by gathering one integer per rank. A rank that
+    # wraps in torch's DDP can therefore be told from ours here; later, Gloo would
+    # abort.
     greetings = gather_integers([GREETING], group, device)
     torchs = [rank for rank, (value,) in enumerate(greetings) if value != GREETING]
     if torchs and rejected:
@@ -132,7 +154,6 @@ def _explain_other_class(own_rank: int, torchs: Sequence[int]) -> str:
 
 
 def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
-    """Return a text: which rank rejected its arguments, or is the first to differ."""
     for other, replica in enumerate(replicas):
         if _REJECTED in replica:
             return explain(

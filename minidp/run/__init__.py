@@ -1,10 +1,11 @@
 """Run an unmodified script on minidp: the command ``minidp run``.
 
-Read `command` (options and order; the report), `script` (run a script as Python would),
-`ranks` (start the ranks, as torchrun does), `children` and `at_start/` (swap torch's
-class also in processes that the script starts), `copies` (of the working directory),
-`compare` (run a script on torch, in such a copy, then on minidp), `weights` (are the
-ranks' weights equal in the end?), `apart` (a trial in such a copy).
+Read the files in this order. `command` has the options, and what happens in which
+order. `script` runs a script as Python would, and `ranks` starts several ranks of it,
+as torchrun does. `children` and `at_start/` swap torch's class also in the processes
+that the script starts. `weights` finds out whether the ranks' weights are equal in the
+end. `compare` runs a script on torch, in one of the `copies` of the working directory,
+then on minidp. `apart` is for ``minidp tune``: it runs a trial in such a copy.
 """
 
 from .apart import NoCopyError, apart

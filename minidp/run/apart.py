@@ -34,10 +34,14 @@ class NoCopyError(Exception):
 
 @contextmanager
 def apart(script: Script, *, is_wished: bool | None) -> Iterator[Script]:
-    """Work in a copy of the working directory in the block; yield the script in it.
+    """In the block, work in a copy of the working directory; yield the script in it.
 
-    The ranks that torchrun starts on one host share a copy. ``is_wished`` is as in
-    `working_copy`; with False there is no copy, and the block changes nothing.
+    The ranks that torchrun starts on one host share a copy.
+
+    Args:
+        script: The script in the working directory.
+        is_wished: As in `working_copy`. If it is False there is no copy, and the block
+            changes nothing.
 
     Raises:
         NoCopyError: The directory is too large to be copied without being asked, or
@@ -63,9 +67,9 @@ def apart(script: Script, *, is_wished: bool | None) -> Iterator[Script]:
 
 @contextmanager
 def _copy_of_host(here: Path, *, is_wished: bool | None) -> Iterator[Path]:
-    """Yield the copy that the first of this host's ranks makes, and deletes at the end.
+    """Yield the copy that the first rank of this host makes, and deletes at the end.
 
-    It waits up to 60 s for the others to leave the block first.
+    Before it does, it waits up to 60 s for the others to leave the block.
     """
     rank = from_environment("LOCAL_RANK", 0)
     size = from_environment("LOCAL_WORLD_SIZE", 1) if "RANK" in os.environ else 1
@@ -84,7 +88,8 @@ def _copy_of_host(here: Path, *, is_wished: bool | None) -> Iterator[Path]:
             post_json(store, f"{host}/left", rank, "")
         return
     if store is not None:
-        # If a rank fails, torchrun sends SIGTERM to the others: delete the copy first.
+        # If a rank fails, torchrun sends SIGTERM to the others. As an exception it lets
+        # the copy be deleted.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(
         prefix="minidp-apart-", ignore_cleanup_errors=True

@@ -1,10 +1,13 @@
 """Swap torch's class also in the processes that a script starts.
 
-Launchers start the other ranks as ``python train.py`` (Lightning, ``accelerate
-launch``). Such a process inherits two environment variables: PYTHONPATH leads to
-minidp's ``sitecustomize`` (`at_start`), and `RUN` tells `join` what to do. Not reached:
-``python -I``, ``-E`` and ``-S``, and processes with a new environment; the constructor
-reports such a rank (`replica/verify`).
+Some launchers start the other ranks as ``python train.py`` (Lightning, ``accelerate
+launch``), so minidp has to come into a process that it does not start. Such a process
+inherits two environment variables: PYTHONPATH leads Python to minidp's
+``sitecustomize`` (`at_start`), and `RUN` tells `join` what to do there.
+
+Processes that are started by ``python -I``, ``-E`` or ``-S``, or with a new
+environment, are not reached. Their ranks stay on torch's class, which the constructor
+notices on the other ranks (`replica/verify`).
 """
 
 from __future__ import annotations
@@ -36,11 +39,16 @@ START = Path(__file__).with_name("at_start")
 def reached_children(
     command: str = "run", *, swaps: bool, is_compared: bool = False
 ) -> Iterator[None]:
-    """In the block, let child processes (of Python) call `join` once they import torch.
+    """In the block, let Python processes that are started call `join`.
 
-    Set PYTHONPATH and `RUN` in ``os.environ`` for it. ``swaps``: they swap torch's
-    class, else keep it; ``is_compared``: they are seeded as runs of a comparison are.
-    Error messages name ``command`` in remedies.
+    They do so once they have imported torch. For this PYTHONPATH and `RUN` are set in
+    ``os.environ``.
+
+    Args:
+        command: The command of minidp that remedies in error texts name.
+        swaps: Whether these processes swap torch's class, or keep it.
+        is_compared: Whether they belong to a comparison, and are seeded as its ranks
+            are.
     """
     orders = {"command": command, "swaps": swaps, "is_compared": is_compared}
     paths = filter(None, [str(START), os.environ.get("PYTHONPATH")])
@@ -48,15 +56,14 @@ def reached_children(
         yield
 
 
-_joined = ExitStack()  # never closed: until the process ends
+_joined = ExitStack()  # what `join` has begun; it is never closed
 
 
 def join() -> None:
     """Do in a child process what `reached_children` has written to the variable `RUN`.
 
-    ``swaps``: swap torch's class for good. Else keep it, have this process killed when
-    its parent ends, and leak torch's reducers (`never_take_down`). ``is_compared``:
-    also seed with the rank.
+    A child that keeps torch's class is one of a run on torch. It is killed when its
+    parent ends, and does not destroy torch's reducers (`never_take_down`).
     """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
@@ -69,23 +76,24 @@ def join() -> None:
 
 
 def seed(rank: int) -> None:
-    """Seed torch, random and numpy with ``rank``, for equal numbers in both runs."""
+    """Seed torch, random and numpy with the rank, for equal numbers in both runs."""
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
 
 
 def never_take_down(ddp: Any) -> None:
-    """Leak reducer, logger and group of a torch DDP: destructors may deadlock.
+    """Never destroy the reducer, logger and group of a torch DDP.
 
-    The reducer's hooks still go when ``ddp`` does. No-op without a reducer.
+    Their destructors may deadlock when the process ends. The hooks of the reducer still
+    go when ``ddp`` does.
     """
     reducer = getattr(ddp, "reducer", None)
     if reducer is None:
         return
     for part in (reducer, ddp.logger, ddp.process_group):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
-    # Remove the reducer's hooks with the wrapper: its module may be wrapped again.
+    # The module may be wrapped again after this wrapper is gone, so the hooks must go.
     weakref.finalize(ddp, reducer._remove_autograd_hooks).atexit = False
 
 

@@ -1,6 +1,10 @@
-"""Define ``minidp run``: run a script with minidp in the place of torch's DDP.
+"""Define ``minidp run``, which runs a script with minidp in the place of torch's DDP.
 
-With options also: start its ranks, report on their steps, compare with torch's DDP.
+One command line may mean several processes. With ``-n`` or ``--compare`` this process
+only starts others (`ranks`, `compare`), each of which runs ``minidp run`` again, with
+options that only we pass (``--phase``). Without them it runs the script itself, in
+`_run_on_minidp`: `WrappedModels` is told of each model that the script wraps, records
+its steps, and prints the report when the script has ended.
 """
 
 from __future__ import annotations
@@ -57,52 +61,56 @@ Runs an unmodified DDP script on minidp.
     torchrun ... -m minidp.run train.py ARGS      ranks that torchrun starts
     minidp run train.py ARGS                      one process, as python train.py
 
-Also -m package.module for train.py. In the script, in all it imports, and in processes
-that it starts, torch.nn.parallel.DistributedDataParallel is minidp.DataParallel, by
-whichever name (minidp.swapped says which). The exit status is the script's; 2 if it
-cannot be run at all, 1 if there is nothing to report or compare, or a difference.
+Instead of train.py you can pass -m package.module. In the script, in all that it
+imports, and in the processes that it starts, torch's DistributedDataParallel is
+minidp.DataParallel, under each of its names (help(minidp.swapped) lists them).
+
+The exit status is that of the script. It is 2 if the script cannot be run at all, and 1
+if there is nothing to report or to compare, or if --compare finds a difference.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add description and options of ``minidp run``, SCRIPT and ARGS to ``parser``."""
+    """Add the description, options and positional arguments of ``minidp run``."""
     parser.description = DESCRIPTION
     add_num_ranks(parser)
     parser.add_argument(
         "--report",
         action="store_true",
-        help="at exit, say what of the communication was hidden (minidp report)",
+        help="at exit, print how much of the communication was hidden behind the "
+        "backward, as `minidp report` does",
     )
     parser.add_argument(
         "--save",
         type=Path,
         metavar="FILE",
-        help="--report, and keep what was recorded, for minidp report FILE; of a "
-        "second model FILE with .1 before its suffix, and so on",
+        help="do what --report does, and keep the recording for `minidp report FILE` "
+        "(the recording of a second model is kept in FILE with .1 before its suffix)",
     )
-    what = "--report, also as a page for the browser"
+    what = "do what --report does, and write the same as a page for the browser"
     parser.add_argument("--html", type=Path, metavar="FILE", help=what)
     add_script(parser, "a script that trains")
     group = parser.add_argument_group("comparison with torch's DDP")
     group.add_argument(
         "--compare",
         action="store_true",
-        help="run the script on torch's DDP first, then on minidp, with the same seeds "
-        "for scripts that set none; say whether final weights are equal, and how long "
-        "steps took; exit status 1 if weights or numbers of steps differ",
+        help="run the script on torch's DDP first, then on minidp, both with the same "
+        "random seeds; say whether the final weights are equal, and how long the steps "
+        "took; the exit status is 1 if weights or numbers of steps differ",
     )
     group.add_argument(
         "--copy",
         action=argparse.BooleanOptionalAction,
-        help="whether the run on torch has a copy of the working directory, so that "
-        "the other one finds no checkpoint of it (default: unless it is large)",
+        help="whether the run on torch works in a copy of the working directory, so "
+        "that the run on minidp finds no checkpoint of it (default: yes, unless the "
+        "directory is large)",
     )
     group.add_argument(
         "--before",
         metavar="COMMAND",
-        help="run by the shell in this folder before each of the two runs, and before "
-        "the folder is copied: 'rm -rf out' for checkpoints that the script would "
-        "resume from",
+        help="a command that the shell runs in this folder before each of the two "
+        "runs, and before the folder is copied: for example 'rm -rf /data/out', if the "
+        "script would resume from a checkpoint there",
     )
     group.add_argument(
         "--limit",
@@ -112,32 +120,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end a run that makes no optimizer step and no forward of a wrapped model "
         "for so long (default: %(default)g)",
     )
-    # What the comparison starts:
+    # These two are only for the processes that a comparison starts.
     group.add_argument("--phase", choices=("torch", "minidp"), help=argparse.SUPPRESS)
     group.add_argument("--outcome", type=Path, help=argparse.SUPPRESS)
     add_options(parser)
 
 
 def add_script(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``-m``, SCRIPT (with help text ``what``) and ARGS to ``parser``."""
+    """Add ``-m``, SCRIPT and ARGS to a parser; ``what`` is the help text of SCRIPT."""
     parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
+        "-m",
+        dest="is_module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as for python -m",
     )
     parser.add_argument("script", metavar="SCRIPT", help=what)
     parser.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script"
+        "arguments",
+        metavar="ARGS",
+        nargs=argparse.REMAINDER,
+        help="the arguments of the script",
     )
 
 
 def main(options: Namespace) -> int:
     """Run or compare the script, here or on ``-n`` ranks; return the exit status.
 
-    2 if the script or an option cannot be used. What the script raises here passes.
-    With --phase (a run of a comparison) this process is killed when its parent ends.
+    The status is 2 if the script or an option cannot be used. An error of a script that
+    runs in this process passes through.
     """
     script = Script(options.script, options.arguments, options.is_module)
-    # Absolute: the script may change its working directory.
+    # The script may change its working directory before these files are written.
     options.save = options.save and options.save.absolute()
     options.html = options.html and options.html.absolute()
     with setting(variables(options)):
@@ -147,7 +161,8 @@ def main(options: Namespace) -> int:
             return 2
         if options.phase:
             die_with_parent()
-        elif options.num_ranks is None or options.compare:  # else rank 0 says it
+        # With -n, rank 0 of those that are started says it.
+        elif options.num_ranks is None or options.compare:
             for warning in misspelt():
                 say_once(f"minidp run: {warning}")
         flags = _words(options, "report", "save", "html")
@@ -162,12 +177,11 @@ def main(options: Namespace) -> int:
 
 
 def _problem(script: Script, options: Namespace) -> str:
-    """Return why script or options cannot be used; "" if nothing is wrong.
+    """Return why the script or the options cannot be used; "" if nothing is wrong.
 
-    Import a module's packages, with torch's class swapped (but not with --phase torch);
-    raise what these raise.
+    To find a module, Python imports the packages around it. What they raise passes.
     """
-    # Finding a module imports the packages around it, which may import the class.
+    # These packages may import torch's class, so it is swapped already here.
     with nullcontext() if options.phase == "torch" else swapped():
         files = {"save": options.save, "html": options.html}
         problem = why_not(script, options.num_ranks, **files)
@@ -180,12 +194,15 @@ def _problem(script: Script, options: Namespace) -> str:
     size = from_environment("WORLD_SIZE", 1)
     local_size = from_environment("LOCAL_WORLD_SIZE", 1)
     if options.compare and local_size != size:
-        return "--compare needs ranks on one machine, that torchrun or -n start"
+        return (
+            f"--compare needs all ranks on one machine, started by torchrun or -n, but "
+            f"this machine has {local_size} of {size} ranks: run it on one machine"
+        )
     return ""
 
 
 def _words(options: Namespace, *names: str) -> list[str]:
-    """Return options as on a command line, e.g. ["--save", "x"]; without unset ones."""
+    """Return the options that are set, as on a command line: ["--save", "x"]."""
     words = []
     for name in names:
         value = getattr(options, name)
@@ -197,10 +214,10 @@ def _words(options: Namespace, *names: str) -> list[str]:
 
 
 def _run_on_minidp(script: Script, options: Namespace) -> int:
-    """Run the script with torch's class swapped; print reports; return the status.
+    """Run the script with torch's class swapped, print reports, return the status.
 
-    In a comparison, save the outcome if the status (`WrappedModels.finish`) is 0. What
-    the script raises passes, without reports.
+    In a comparison a run that succeeds also saves its outcome. After an error of the
+    script, which passes through, there are no reports.
     """
     outcomes = begin_phase(options) if options.phase else None
     models = WrappedModels(script, options, outcomes)
@@ -224,7 +241,7 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
 
 
 class WrappedModels:
-    """Collect the models that the script wraps, by `add`; record and report steps."""
+    """Collect the models that a script wraps, and record and report their steps."""
 
     def __init__(
         self, script: Script, options: Namespace, outcomes: OutcomeRecorder | None
@@ -241,10 +258,7 @@ class WrappedModels:
         self._pid = os.getpid()
 
     def add(self, ddp: DataParallel) -> None:
-        """Count a model; record its steps if reports are due; no-op in a fork.
-
-        Before it, end recordings of dropped models. Pass it to the comparison, if any.
-        """
+        """Take a model that the script has just wrapped; ignore those of a fork."""
         if os.getpid() != self._pid:
             return
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
@@ -253,8 +267,9 @@ class WrappedModels:
         if self._outcomes is not None:
             self._outcomes.wrapped(ddp)
         if self._reports:
-            # A recording holds the buckets of its model: end those of dropped models.
-            # Not when a model is destroyed: torch may be iterating optimizer hooks.
+            # A recording holds the buckets of its model, so those of models that the
+            # script has dropped must end. They end here and not when the model is
+            # destroyed, because torch may be iterating over its optimizer hooks then.
             self.stop(only_dropped=True)
             self._weights.add(ddp)
             recording = record(ddp)
@@ -263,18 +278,18 @@ class WrappedModels:
             self._active.append((weakref.ref(ddp), recording))
 
     def stop(self, *, only_dropped: bool = False) -> None:
-        """Stop all recordings that run; ``only_dropped``: those of dropped models."""
+        """Stop all recordings that run, or only those of models that are dropped."""
         for model, recording in list(self._active):
             if not only_dropped or model() is None:
                 self._active.remove((model, recording))
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print reports; return ``status``, or 1 if a due report has no model.
+        """Print the reports that were asked for, and return the exit status.
 
-        1 only instead of 0. Due: --report, --save, --html or a comparison. For reports
-        rank 0 waits (`_gathered`). Without a model, or in a world of one rank, rank 0
-        prints a text.
+        It is that of the script. But if the script succeeded, and something was to be
+        reported or compared although no model was wrapped, it is 1. In that case, and
+        in a world of one rank, rank 0 says what to do.
         """
         if self._largest == 1:
             say_once(
@@ -309,7 +324,7 @@ class WrappedModels:
         return status
 
     def _report(self) -> None:
-        """Gather recordings on rank 0 (60 s); print reports and write files there."""
+        """Gather the recordings on rank 0, and print and write the reports there."""
         mine = [recording.timelines[0] for recording in self._recordings]
         for number, timelines in enumerate(_gathered(mine)):
             title = f"report of {self._names[number]}"
@@ -330,15 +345,15 @@ class WrappedModels:
 
 
 def _store(topic: str) -> Any:
-    """Return torchrun's store, for ``topic``; None for one rank or without it."""
+    """Return torchrun's store for a topic; None for one rank, or without torchrun."""
     return launcher_store(topic) if from_environment("WORLD_SIZE", 1) > 1 else None
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Return all ranks' timelines, by model, on rank 0; [] on the other ranks.
+    """Return the timelines of all ranks, by model, on rank 0; [] on other ranks.
 
-    The others only post theirs. Rank 0 waits 60 s at most, and prints which ranks sent
-    none: they are left out.
+    The other ranks only post theirs. Rank 0 waits for them for 60 s at most. It leaves
+    out those that sent nothing, and says so.
     """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = _store("report")
@@ -351,7 +366,10 @@ def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
         others = range(1, size)
         found = gather_json(store, "timelines", others, EXCHANGE_SECONDS)
         for other in set(others) - found.keys():
-            say_on_stderr(f"minidp run: rank {other} sent no recording.")
+            say_on_stderr(
+                f"minidp run: rank {other} sent no recording within "
+                f"{EXCHANGE_SECONDS:g} s, so the report is without it."
+            )
         for texts in found.values():
             for timelines, text in zip(everyone, texts, strict=False):
                 timelines.extend(from_json(text))

@@ -1,10 +1,12 @@
 """Run a script on torch's DDP, then on minidp, and compare: ``minidp run --compare``.
 
 One process on this machine starts the ranks of both runs and compares their outcomes.
+The upper half of this file is that process: `run_both`. The lower half runs in the
+ranks: `begin_phase` and `run_on_torch` record an `Outcome`, and write it to a file.
+
 The run on torch is in a copy of the folder, so that the run on minidp does not find its
-checkpoints; virtual environments and git repositories are linked there. A command of
-the user (``--before``), which runs in the folder before each run and before the copy is
-made, may delete checkpoints elsewhere.
+checkpoints. A command of the user (``--before``) may delete checkpoints elsewhere: it
+runs in the folder before each run, and before the copy is made.
 """
 
 from __future__ import annotations
@@ -39,29 +41,37 @@ from .copies import moved_environment, working_copy
 from .ranks import from_environment, say_once
 from .script import Script, after_wrapping
 
-WARM_UP = 5  # steps that rebuild buckets and allocate memory
-ENOUGH = WARM_UP + 2  # steps: the time of a step is known from its predecessor's end
-EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
+WARM_UP = 5  # the first steps are slower: they rebuild buckets and allocate memory
+ENOUGH = WARM_UP + 2  # a step's time is measured from the end of the one before it
+EXIT_SECONDS = 60.0  # how long a run on torch may take to exit, with its outcome saved
 
 
 class _CannotCompareError(Exception):
-    """Results cannot be compared, but the script did not fail; the text says why."""
+    """The runs cannot be compared although the script did not fail; it says why."""
 
 
 def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Run the script on torch's DDP and on minidp; return 0 if results are equal.
+    """Run the script on torch's DDP and on minidp, and compare the results.
 
-    Else 1 (they differ, or cannot be compared), the exit status of the run that failed,
-    or 130 after Ctrl-C. Of the ranks of a launcher all but the first return 0 at once.
-    ``flags``: options of ``minidp run`` for the run on minidp. Sets a SIGTERM handler,
-    which raises SystemExit, for good.
+    If torchrun has started this, its rank 0 does everything, and the other ranks return
+    at once. A handler of SIGTERM is set for good.
+
+    Args:
+        script: The script to run twice.
+        options: The options of ``minidp run``.
+        flags: The options to pass on to the run on minidp, as on a command line.
+
+    Returns:
+        An exit status: 0 if the results are equal, 1 if they differ or cannot be
+        compared, 130 after Ctrl-C, or that of the run that failed.
     """
     num_ranks = options.num_ranks
-    if "RANK" in os.environ:  # of torchrun: its rank 0 starts the ranks of both runs
+    if "RANK" in os.environ:  # torchrun has started this process
         num_ranks = from_environment("WORLD_SIZE", 1)
         if from_environment("RANK", 0):
             return 0
-    # When a rank fails, torchrun sends SIGTERM to the others: clean up first.
+    # When a rank fails, torchrun sends SIGTERM to the others. As an exception it lets
+    # the temporary folder be deleted.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="minidp-compare-") as made:
         try:
@@ -74,23 +84,19 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
 
 
 class _Comparison(NamedTuple):
-    """Hold a comparison's settings; `run` runs the script twice.
-
-    On ``num_ranks`` ranks, or as one process (None).
-    """
+    """The settings of a comparison; `run` runs the script twice."""
 
     options: argparse.Namespace
     made: Path  # a folder for the copy and the outcomes
-    num_ranks: int | None
+    num_ranks: int | None  # None: one process that is no rank
 
     def run(self, script: Script, flags: Sequence[str]) -> int:
-        """Run on torch, then on minidp; print the verdict; return as `run_both`.
+        """Run on torch, then on minidp, print the verdict, return the exit status.
 
-        Printed are rank 0's, and those of ranks that differ. _CannotCompareError, as
-        `_run`.
+        The verdict of rank 0 is printed, and those of all ranks that differ.
         """
         here = Path.cwd()
-        # Before the copy, which then lacks what the command deletes.
+        # This comes before the copy, so that what the command deletes is not copied.
         self._before(str(here))
         folder, why_not = working_copy(
             here, self.made / "copy", is_wished=self.options.copy
@@ -128,23 +134,23 @@ class _Comparison(NamedTuple):
         return int(is_idle or not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
-        """Run the script's ranks; return their outcomes, or the status of a failed run.
+        """Run all ranks; return their outcomes, or the exit status if the run failed.
 
-        Wait for all. _CannotCompareError: a rank made no progress for the limit, or
-        outcomes are missing although the status is 0. On torch outcomes count also if
-        the status is not 0.
+        It raises _CannotCompareError if a rank made no progress within the limit, or if
+        outcomes are missing although the run succeeded.
         """
         limit = self.options.limit
         outcome = self.made / library
         ranks = [] if self.num_ranks is None else ["-n", str(self.num_ranks)]
         phase = ["--phase", library, "--outcome", str(outcome), "--limit", str(limit)]
         command = [sys.executable, "-m", "minidp.run", *ranks, *phase, *words]
-        # The ranks are of a launcher of our own, in both runs.
+        # The ranks must not take themselves for those of the launcher that started us.
         inherited = {n: v for n, v in os.environ.items() if n not in (RUN, "RANK")}
         inherited |= moved_environment(Path.cwd(), Path(cwd))
         status = subprocess.call(command, cwd=cwd, env=inherited)
         paths = [_of_rank(outcome, rank) for rank in range(self.num_ranks or 1)]
-        # Torch may hang when it exits.
+        # A run on torch may hang when it exits, after it has written its outcome. So
+        # the outcome counts, whatever the status is.
         if all(p.exists() for p in paths) and (not status or library == "torch"):
             return [Outcome(*torch.load(p, weights_only=True)) for p in paths]
         for rank, path in enumerate(paths):
@@ -163,7 +169,6 @@ class _Comparison(NamedTuple):
         return status if status > 0 else 128 - status
 
     def _before(self, cwd: str) -> None:
-        """Run the command of --before; _CannotCompareError if it fails."""
         before = self.options.before
         status = before is not None and subprocess.call(before, shell=True, cwd=cwd)
         if status:
@@ -173,7 +178,7 @@ class _Comparison(NamedTuple):
 
 
 def _check_torchs(outcomes: Sequence[Outcome]) -> None:
-    """Raise _CannotCompareError if the run on torch's DDP did not use torch's DDP."""
+    """Raise _CannotCompareError if the run on torch did not use torch's DDP."""
     for rank, outcome in enumerate(outcomes):
         if outcome.num_ours and not outcome.num_models:
             raise _CannotCompareError(
@@ -203,16 +208,17 @@ def _stacks(outcome: Path) -> Path:
 
 
 def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
-    """Seed this process with its rank; start and return the recorder of its outcome."""
+    """Seed this process, and return the recorder of its outcome, which runs already."""
     rank = from_environment("RANK", 0)
     seed(rank)
     return OutcomeRecorder(_of_rank(options.outcome, rank), options.limit)
 
 
 def run_on_torch(script: Script, options: argparse.Namespace) -> int:
-    """Run the script on torch's DDP; return its status; save the outcome if it is 0.
+    """Run the script on torch's DDP, and return its exit status.
 
-    Then end this process if it still runs after 60 s. Raise what the script raises.
+    If that is 0, the outcome is saved, and the process is ended if it still runs after
+    60 s, because torch may hang at its exit. What the script raises passes through.
     """
     recorder = begin_phase(options)
 
@@ -236,31 +242,27 @@ class Outcome(NamedTuple):
 
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
     num_models: int
-    ends: Sequence[float]  # seconds, of the first optimizer's steps
+    ends: Sequence[float]  # when the steps of the first optimizer ended, in seconds
     models: Sequence[Sequence[Sequence[Any]]] = ()  # a `Model` each
     num_averaged: int = -1  # synchronised backwards of all models; -1: not known
-    # On torch: models that the script itself wrapped in minidp's class.
-    num_ours: int = 0
+    num_ours: int = 0  # in a run on torch: models that the script wrapped in minidp's
 
 
 class Model(NamedTuple):
-    """What a rank says of a model that it wrapped, to compare its weights with others'.
+    """What a rank says of a model that it wrapped, to compare weights between ranks."""
 
-    The module is not held: only what `Outcome.weights` has of it.
-    """
-
-    ranks: Sequence[int]  # global ones, over which gradients are averaged
+    ranks: Sequence[int]  # global ranks, over which its gradients are averaged
     names: Sequence[str]  # of the parameters whose gradients are averaged
 
 
 class OutcomeRecorder:
     """Keep the models that a script wraps, and time its first optimizer's steps.
 
-    The constructor hooks all optimizers and starts a timer: a process that makes no
-    progress for ``limit`` seconds writes its stacks to a file beside ``path``, and
-    ends. Progress is an optimizer step, or a forward of a wrapped model: a trainer may
-    have optimizers that are not torch's, and a long evaluation makes no step. `save`
-    writes the outcome to ``path``.
+    The constructor starts a timer, too: a process that makes no progress for ``limit``
+    seconds writes its stacks to a file beside ``path``, and ends. Progress is an
+    optimizer step, but also a forward of a wrapped model, because a trainer may have
+    optimizers that are not torch's, and a long evaluation makes no step. `save` writes
+    the outcome to ``path``.
     """
 
     def __init__(self, path: Path, limit: float) -> None:
@@ -276,12 +278,12 @@ class OutcomeRecorder:
         self._watch(limit)
 
     def _watch(self, seconds: float) -> None:
-        """(Re)start the timer: in ``seconds`` write stacks, and end this process."""
+        """Start the timer anew; at its end it writes stacks and ends the process."""
         self._watched_at = time.perf_counter()
         faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
 
     def wrapped(self, ddp: Any) -> None:
-        """Keep a new wrapper's module for `outcome`; start the time limit again."""
+        """Keep a new wrapper's module for `outcome`; it counts as progress, too."""
         self._modules.append(ddp.module)
         self._models.append(describe(ddp))
         if (reducer := getattr(ddp, "_reducer", None)) is not None:
@@ -290,13 +292,12 @@ class OutcomeRecorder:
         self._watch(self._limit)
 
     def wrapped_ours(self, ddp: Any) -> None:
-        """Count a wrapper of minidp in a run on torch; as `wrapped` otherwise."""
+        """Count a wrapper of minidp in a run on torch; its forwards are progress."""
         self._num_ours += 1
         ddp.register_forward_pre_hook(_Progress(self._progressed))
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Step hook: time the first optimizer's steps; any step restarts the limit."""
         now = time.perf_counter()
         self._first = self._first or optimizer
         if optimizer is self._first:
@@ -304,16 +305,12 @@ class OutcomeRecorder:
         self._progressed(now)
 
     def _progressed(self, now: float) -> None:
-        """Restart the limit, but at most once a second (or in a tenth of the limit)."""
-        # Not in every step: it takes 0.1 ms.
+        # To start the timer takes 0.1 ms, so not every step does it.
         if now > self._watched_at + min(1.0, self._limit / 10):
             self._watch(self._limit)
 
     def outcome(self) -> Outcome:
-        """Stop timing; return CPU copies of parameters and buffers, and step times.
-
-        The time limit of the process goes on.
-        """
+        """Stop timing steps, and return these times with copies of all weights."""
         self._handle.remove()
         weights = {
             f"{number}: {name}": tensor.detach().cpu().clone()
@@ -335,9 +332,9 @@ class OutcomeRecorder:
         )
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the `outcome`; end this process if it still runs in ``exit_s`` s.
+        """Write the `outcome`, and end this process if it still runs after ``exit_s``.
 
-        None: the limit.
+        Without ``exit_s`` the limit of this recorder holds.
         """
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
@@ -346,7 +343,7 @@ class OutcomeRecorder:
 
 
 def describe(ddp: Any) -> Model:
-    """Return what is known of a new wrapper, torch's or minidp's."""
+    """Describe a new wrapper, which may be torch's or minidp's."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     named = ddp.module.named_parameters()
     names = [n for n, p in named if p.requires_grad and n not in ignored]
@@ -355,14 +352,11 @@ def describe(ddp: Any) -> Model:
 
 
 def _say_about_ranks(torchs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
-    """Say whether ranks have other weights than their group's first rank.
-
-    Also whether no gradient was averaged: return that.
-    """
+    """Say which ranks' weights differ, and return whether no gradient was averaged."""
     for library, outcomes in (("torch", torchs), ("minidp", ours)):
         if text := compare_ranks(outcomes):
             say_on_stderr(f"minidp run: on {library} {text}")
-    # A group of one rank averages nothing.
+    # A model whose group has one rank averages nothing, and that is no mistake.
     wrapped = [model for each in ours for model in each.models if len(model[0]) > 1]
     is_idle = bool(wrapped) and not any(each.num_averaged for each in ours)
     if is_idle:
@@ -378,9 +372,10 @@ NOTHING_AVERAGED = (
 
 
 def compare_ranks(outcomes: Sequence[Outcome]) -> str:
-    """Return on which ranks final weights differ from the group's first; "" if equal.
+    """Return which ranks' final weights differ from those of their group's first rank.
 
-    Only averaged parameters count; others may differ on purpose.
+    The text is empty if none differ. Only averaged parameters are compared, because
+    others may differ on purpose.
     """
     texts = []
     for rank, outcome in enumerate(outcomes):
@@ -402,9 +397,10 @@ def compare_ranks(outcomes: Sequence[Outcome]) -> str:
 
 
 class _Progress:
-    """A forward hook of a wrapper that tells the time of each forward.
+    """A forward hook that tells the time of each forward of a wrapper.
 
-    The compiler does not see it, and copies and pickles of the wrapper do without.
+    It is a class because a copy or a pickle of the wrapper must not carry the recorder:
+    there the hook does nothing. The compiler does not trace it.
     """
 
     def __init__(self, told: Callable[[float], None]) -> None:
@@ -419,7 +415,7 @@ class _Progress:
 
 
 def _ignore(_now: float) -> None:
-    """Do nothing with the time of a forward: the run that asked for it is over."""
+    """Take the place of the recorder in a copy of the wrapper."""
 
 
 def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:
@@ -440,7 +436,7 @@ def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, 
 
 
 def _compare_weights(torchs: Outcome, ours: Outcome) -> str:
-    """Return "identical..." if all bits are equal, else a text on what differs."""
+    """Return a text: "identical..." if all bits are equal, else what differs."""
     odd = ", ".join(sorted(torchs.weights.keys() ^ ours.weights.keys()))
     if odd:
         return (
@@ -464,7 +460,7 @@ def _compare_weights(torchs: Outcome, ours: Outcome) -> str:
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
     """Return the largest absolute difference; None if all bits are equal.
 
-    Identical NaNs are equal. Infinity for other NaNs, and for unequal shapes.
+    It is infinite if the shapes differ, or if only one of two values is NaN.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -477,10 +473,7 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:
-    """Return a text: the median time of a step of both runs after the warm-up.
-
-    Or that there were too few: the first ones rebuild buckets and allocate memory.
-    """
+    """Return a text with the median time of a step of both runs, after the warm-up."""
     num_steps = min(len(torchs.ends), len(ours.ends))
     if num_steps < 2:
         return "no times: fewer than two optimizer steps"

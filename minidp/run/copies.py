@@ -16,14 +16,17 @@ from pathlib import Path
 
 from .script import moved
 
-MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
+MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # a larger folder is copied only with --copy
 
 
 def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, str]:
-    """Copy the folder ``here``; return the copy and "", or ``here`` and why not.
+    """Copy a folder; return the copy and "", or the folder itself and why not.
 
-    ``is_wished``: copy a folder of any size (True), none (False), or one that is not
-    too large (None).
+    Args:
+        here: The folder to copy.
+        to: The copy, which must not exist yet.
+        is_wished: True to copy a folder of any size, False to copy none, None to copy
+            one that is not too large.
     """
     why_not = "" if is_wished is not False else "--no-copy"
     if is_wished is None and (why_not := too_large(here)):
@@ -40,17 +43,18 @@ def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, 
 def moved_environment(here: Path, to: Path) -> dict[str, str]:
     """Return variables to set for a process that runs in a copy ``to`` of ``here``.
 
-    Modules that PYTHONPATH finds in the folder come from the copy, too.
+    They make Python import modules from the copy if PYTHONPATH finds them in the
+    folder.
     """
     path = moved(os.environ.get("PYTHONPATH", ""), here, to)
     return {"PWD": str(to)} | ({"PYTHONPATH": path} if path else {})
 
 
 def too_large(folder: Path) -> str:
-    """Return why a folder is too large to copy; "" up to 20,000 files and 500 MiB."""
+    """Return why a folder is too large to be copied without being asked; "" if not."""
     num_bytes = 0
     for num_files, path in enumerate(_entries(folder), 1):
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # the file may have been removed meanwhile
             num_bytes += path.lstat().st_size if path.is_file() else 0
         if num_files > MAX_FILES:
             return f"it holds more than {MAX_FILES} files"
@@ -60,8 +64,14 @@ def too_large(folder: Path) -> str:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy a folder to a new one; link environments and .git; OSError if it fails."""
-    entries = list(_entries(folder))  # first: the copy may lie in the folder itself
+    """Copy a folder to a new one, with links to Python environments and to .git.
+
+    Raises:
+        OSError: Something cannot be read or written.
+    """
+    # The copy may lie in the folder itself, so the entries are listed before it is
+    # made.
+    entries = list(_entries(folder))
     to.mkdir(parents=True)
     for path in entries:
         place = to / path.relative_to(folder)
@@ -78,13 +88,13 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield what is below a folder, parents first; nothing inside `_is_linked` ones."""
+    """Yield what is below a folder, parents first, but nothing inside linked ones."""
     for where, folders, files in os.walk(folder):
         yield from (Path(where, name) for name in (*folders, *files))
         folders[:] = [name for name in folders if not _is_linked(Path(where, name))]
 
 
 def _is_linked(folder: Path) -> bool:
-    """Return whether `copy` links a folder: a Python environment, or .git."""
+    """Return whether `copy` only makes a link to a folder."""
     marks = ("pyvenv.cfg", "conda-meta")
     return folder.name == ".git" or any((folder / mark).exists() for mark in marks)

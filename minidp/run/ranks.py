@@ -1,4 +1,4 @@
-"""Start the ranks of a script; tell which rank this process is."""
+"""Start the ranks of a script, or tell which rank this process is."""
 
 from __future__ import annotations
 
@@ -20,41 +20,45 @@ _VARIABLES = re.compile(r"\b(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)
 
 
 def from_environment(name: str, default: int) -> int:
-    """Return an environment variable as an int; ``default`` if unset or no number."""
+    """Return an environment variable as an int, or ``default`` if it is no number."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
 
 
 def say_once(text: str) -> None:
-    """Print a line to standard error if RANK is 0 or not set; no-op on other ranks."""
+    """Print a line to standard error, but only on rank 0, or if there are no ranks."""
     if not from_environment("RANK", 0):
         say_on_stderr(text)
 
 
 def add_num_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``-n`` (number of ranks to start) to ``parser``."""
+    """Add the option ``-n``, the number of ranks to start, to ``parser``."""
     parser.add_argument(
         "-n",
         dest="num_ranks",
         type=_at_least_one,
         metavar="N",
-        help="start the script N times on this machine, as N ranks (as torchrun does; "
-        "use that for several machines)",
+        help="start the script as N ranks on this machine, as torchrun would (use "
+        "torchrun itself for several machines)",
     )
 
 
 def _at_least_one(text: str) -> int:
-    """Argparse type: return the number in ``text``; raise if below 1, or no number."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"at least one rank, but got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected how many ranks to start, 1 or more, but got {text}"
+        )
     return int(text)
 
 
 def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
-    """Return why ``minidp run`` or ``tune`` cannot start the script; "" if it can.
+    """Return why ``minidp run`` or ``tune`` cannot start a script; "" if it can.
 
-    ``num_ranks``: -n; ``files``: by option, an output file, which is not opened.
-    Imports and raises as `Script.problem` does.
+    Args:
+        script: The script, which is looked for as in `Script.problem`.
+        num_ranks: What -n was; None without it.
+        files: The files to be written, by the option that names them. They are not
+            opened here.
     """
     if problem := script.problem():
         return problem
@@ -73,13 +77,22 @@ def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
 def start_ranks(number: int, command: str, flags: Sequence[str], script: Script) -> int:
     """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
 
-    Wait for all (one that fails ends the others); return 0, 128 + a signal that came,
-    or the status of the first that failed. For more than one rank, set
-    OMP_NUM_THREADS=1 in ``os.environ`` if it is not set.
+    A rank that fails ends the others. For more than one rank OMP_NUM_THREADS=1 is set
+    in ``os.environ`` if it is not set, so that the ranks do not fight for the cores.
+
+    Args:
+        number: How many ranks to start.
+        command: The command of minidp that each rank runs, "run" or "tune".
+        flags: The options of that command.
+        script: The script, which follows the options.
+
+    Returns:
+        An exit status: 0, that of the rank that failed first, or 128 + a signal that
+        this process got.
     """
-    # Not at the top of this file: a script may start `python -m torch.distributed.run`.
-    # In that process minidp is imported first, and runpy warns of a main module that
-    # has been imported already.
+    # These are not imported at the top of this file, because a script may start
+    # `python -m torch.distributed.run`. In that process minidp is imported first, and
+    # runpy warns of a main module that has been imported already.
     from torch.distributed import run as torchrun  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415
         SignalException,
@@ -91,7 +104,7 @@ def start_ranks(number: int, command: str, flags: Sequence[str], script: Script)
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
-        threads = "; each with OMP_NUM_THREADS=1, as it is not set"
+        threads = ", each with OMP_NUM_THREADS=1 because it is not set"
     say_on_stderr(f"minidp {command}: {script.target} on {number} ranks here{threads}.")
     words = ["--standalone", "--nnodes=1", f"--nproc-per-node={number}"]
     words += ["--max-restarts=0", "--local-addr=localhost", "-m", f"minidp.{command}"]
@@ -110,20 +123,21 @@ def start_ranks(number: int, command: str, flags: Sequence[str], script: Script)
 
 
 def how_to_start(command: str, script: Script) -> str:
-    """Return, for error texts, the command that starts the script on two ranks."""
+    """Return the command that starts a script on two ranks, for error texts."""
     return f"minidp {command} -n 2 {' '.join(script.words)}"
 
 
 def run_here(command: str, script: Script) -> int:
-    """Run the script in this process; return its exit status; let its errors pass.
+    """Run the script in this process, and return its exit status; its errors pass.
 
-    But print a text and raise SystemExit if somebody interrupted it (Ctrl-C), or if it
-    raised because a variable that a launcher sets (RANK, ...) is not set.
+    Two errors do not pass as they are, because a sentence says more than their
+    traceback: Ctrl-C, and the lack of a variable that a launcher sets, such as RANK.
+    They are told, and become a SystemExit.
     """
     try:
         return script.run()
     except KeyboardInterrupt as error:
-        # A traceback per rank, mostly of launchers, says nothing that Ctrl-C does not.
+        # Every rank would print a traceback, and most of it would be of launchers.
         say_once(f"minidp {command}: interrupted{_place_in(script, error)}.")
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
@@ -141,7 +155,7 @@ def run_here(command: str, script: Script) -> int:
 
 
 def _place_in(script: Script, error: BaseException) -> str:
-    """Return " at FILE:LINE" of the script's innermost frame of an error, or ""."""
+    """Return " at FILE:LINE" for the script's innermost frame in an error, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [each for each in frames if Path(each.filename) == Path(script.target)]
     return f" at {ours[-1].filename}:{ours[-1].lineno}" if ours else ""

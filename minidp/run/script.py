@@ -1,4 +1,8 @@
-"""Run a user's script in this process, as ``python script`` would."""
+"""Run a user's script in this process, as ``python script`` would.
+
+A script may look at ``sys.argv``, ``sys.path[0]``, ``__file__`` and ``__main__``, and
+pickles name ``__main__``. So these have to be what they are without ``minidp run``.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,17 @@ class Script:
 
     target: str  # a file (or folder, or zip with __main__.py), or a module's name
     arguments: Sequence[str] = ()
-    is_module: bool = False  # ``python -m target``
+    is_module: bool = False  # whether it is meant as in ``python -m target``
 
     @property
     def words(self) -> list[str]:
-        """Return the words that follow ``python`` on a command line."""
+        """The words that follow ``python`` on a command line."""
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def seen_from(self, folder: Path) -> Script:
-        """Return a copy, its path relative to ``folder`` if in it, else absolute.
+        """Return the script with a path that is relative to ``folder`` if it is in it.
 
-        Of a module return this object itself.
+        Otherwise the path is absolute. A module has no path, and stays as it is.
         """
         target = os.path.abspath(self.target)
         if Path(target).is_relative_to(folder):
@@ -54,10 +58,10 @@ class Script:
         return replace(self.seen_from(folder), arguments=arguments)
 
     def problem(self) -> str:
-        """Return why there is no such script, else "".
+        """Return why there is no such script; "" if there is one.
 
-        For a module, import the packages around it; raise what these raise,
-        ModuleNotFoundError for what they import included.
+        To find a module, Python imports the packages around it. What they raise passes,
+        also the ModuleNotFoundError of something that they import.
         """
         if not self.is_module:
             found = Path(self.target).exists()
@@ -69,14 +73,15 @@ class Script:
                     spec = importlib.util.find_spec(f"{self.target}.__main__")
             except ModuleNotFoundError as error:
                 if not f"{self.target}.".startswith(f"{error.name}."):
-                    raise  # a package around it imports what is not installed
+                    raise  # a package around it imports something that is not installed
                 spec = None
         return "" if spec else f"there is no module {self.target} to run"
 
     def run(self) -> int:
-        """Run the script here; return its exit status; raise what it raises.
+        """Run the script here, and return its exit status; its errors pass through.
 
-        SystemExit does not pass: return its code (None: 0); print a text, and return 1.
+        A SystemExit does not pass. As Python does, its code becomes the status, and a
+        text in the place of a code is printed, with status 1.
         """
         with self._as_started(), _warnings_at_the_script():
             try:
@@ -108,7 +113,7 @@ class Script:
             sys.argv, sys.path[:] = argv, path
 
     def _is_importable(self) -> bool:
-        """Return whether the target is a folder or a zip file."""
+        # Python can import from a folder or a zip file.
         return not self.is_module and pkgutil.get_importer(self.target) is not None
 
     def _first_on_path(self) -> str:
@@ -120,19 +125,19 @@ class Script:
 
 
 def _absolute(path: str) -> str:
-    """Return what ``python path`` makes of a path: absolute, but not normalised."""
+    # This is what Python makes of a script's path: it is absolute, but not normalised.
     return os.getcwd() if path == "." else os.path.join(os.getcwd(), path)
 
 
 @contextmanager
 def _main_module(target: str) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-    """In the block, be ``__main__`` of a file, folder or zip file; yield code, globals.
+    """In the block, let ``__main__`` be the script; yield its code and its globals.
 
-    Not by ``runpy.run_path``: that would make ``sys.argv[0]`` equal to ``__file__``,
+    ``runpy.run_path`` is not the same: it makes ``sys.argv[0]`` equal to ``__file__``,
     whereas Python makes only the latter absolute.
     """
     path, name, spec = _absolute(target), "__main__", None
-    importer: Any = pkgutil.get_importer(path)  # None: a file of code
+    importer: Any = pkgutil.get_importer(path)  # None for a file of code
     loader: Any
     if importer is not None:
         spec = importer.find_spec(name)
@@ -161,9 +166,10 @@ def _main_module(target: str) -> Iterator[tuple[CodeType, dict[str, Any]]]:
 
 
 def moved(text: str, folder: Path, to: Path) -> str:
-    """Replace the working directory's path by ``to`` where ``text`` names it.
+    """Replace the path of the working directory ``folder`` by ``to`` in a text.
 
-    ``folder`` is that directory; $PWD may be another name of it, with links.
+    $PWD may hold another name of the same directory, one with links; it is replaced,
+    too.
     """
     known = os.environ.get("PWD", "")
     names = {str(folder)}
@@ -177,9 +183,9 @@ def moved(text: str, folder: Path, to: Path) -> str:
 def _warnings_at_the_script() -> Iterator[None]:
     """Show warnings that point beyond the script at the line of the script.
 
-    The stack level of a warning may lead above the script's first line. Python itself
-    says "sys:1" then. Here it would name the files that run the script, of which a user
-    knows nothing.
+    The stack level of a warning may lead above the outermost frame of the script.
+    Python itself says "sys:1" then. Here the warning would name files of minidp that
+    run the script, of which a user knows nothing.
     """
     plain = warnings.showwarning
 
@@ -203,9 +209,9 @@ def _warnings_at_the_script() -> Iterator[None]:
 
 
 def _line_of_the_script(filename: str) -> tuple[str, int] | None:
-    """Return the script's line that runs, if ``filename`` belongs to what runs it."""
+    """Return the line that the script is at, if the file is not the script's own."""
     frame: FrameType | None = sys._getframe(1)
-    outermost = None  # of the script
+    outermost = None  # the outermost line of the script
     while frame is not None and frame.f_code is not Script._run_as_main.__code__:
         if frame.f_globals.get("__name__") != "runpy":
             outermost = frame.f_code.co_filename, frame.f_lineno
@@ -219,16 +225,16 @@ def _line_of_the_script(filename: str) -> tuple[str, int] | None:
     return outermost if filename in beyond else None
 
 
-# Python leaves out frames of such files when it counts a warning's stack level. So it
-# finds the user's line, and not a function of ours between the user and torch.
+# Python leaves out frames of files with such names when it counts the stack level of a
+# warning. So torch's warnings name the user's line, and not our function in between.
 _UNCOUNTED = "<frozen importlib._bootstrap> of minidp"
 
 
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
-    """In the block, call ``told(model)`` after each construction of a ``kind``.
+    """In the block, call ``told(model)`` whenever a model of class ``kind`` is made.
 
-    Replaces ``kind.__init__``, so that subclasses count, too.
+    ``kind.__init__`` is replaced, so that subclasses count, too.
     """
     plain: Any = kind.__dict__["__init__"]
 

@@ -22,18 +22,19 @@ _MAX_NAMES = 3
 class WeightWatch:
     """Keep the modules that a script wraps, to compare their parameters at its end.
 
-    A module is let go once its wrapper is gone, if that was used: scripts may wrap many
-    models, one after the other. One that was never used may train on without it.
+    A script may wrap many models, one after the other. So a module is let go once its
+    wrapper is gone. But if the wrapper was never used, its module is kept: it may train
+    on without the wrapper, which is the mistake to be found.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[weakref.ref[DataParallel], nn.Module]] = {}
         self._ledgers: list[Any] = []
-        self._names: list[list[str]] = []  # of averaged parameters, by model
-        self._ranks: list[list[int]] = []  # of the models' groups
+        self._names: list[list[str]] = []  # names of averaged parameters, by model
+        self._ranks: list[list[int]] = []  # ranks of the group, by model
 
     def add(self, ddp: DataParallel) -> None:
-        """Keep the module of a new wrapper; let go those of used ones that are gone."""
+        """Keep the module of a new wrapper, and let go of some that are not needed."""
         for number, (wrapper, _) in list(self._held.items()):
             if wrapper() is None and self._ledgers[number].finalized:
                 del self._held[number]
@@ -44,14 +45,14 @@ class WeightWatch:
 
     @property
     def num_averaged(self) -> int:
-        """Synchronised backwards of all models, also of those that are gone."""
+        """How many synchronised backwards all models had, also those that are gone."""
         return sum(ledger.finalized for ledger in self._ledgers)
 
     def gather(self, store: Any) -> str:
-        """Return on rank 0 where weights differ from the group's first rank; else "".
+        """Return on rank 0 which weights differ from those of the group's first rank.
 
-        Other ranks only post theirs. Rank 0 waits for a minute at most; it compares
-        those that came.
+        The text is empty if none differ, and on all other ranks, which only post their
+        checksums. Rank 0 waits for a minute at most, and compares those that came.
         """
         rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
         if store is None:

@@ -1,4 +1,8 @@
-"""Decide which rank is slow, from the times that all ranks posted."""
+"""Decide which rank is slow, from the times that all ranks have posted.
+
+A rank's *work* is what it does without waiting for others: all phases but `WAITING`. A
+rank is slow if it works longer than each other one, and keeps doing so.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +22,41 @@ logger = logging.getLogger("minidp")
 
 DATA, FORWARD, BACKWARD, WAITING, OPTIMIZER = range(5)
 PHASES = ("data", "forward", "backward", "waiting", "optimizer")
-OWN = [DATA, FORWARD, BACKWARD, OPTIMIZER]  # in which a rank waits for no other one
+OWN = [DATA, FORWARD, BACKWARD, OPTIMIZER]  # the phases in which a rank works
 _WORDS = {
     DATA: "time between steps (data loading, logging)",
     FORWARD: "forward",
     BACKWARD: "backward",
     OPTIMIZER: "optimizer step",
 }
-# A rank is slow if it takes longer than all others, by this share of a step, in all but
-# one of so many steps. What lasts may be smaller than what is seen at once.
+# A rank is slow if, in all but one of so many steps, it takes longer than all others by
+# this share of a step. A smaller share is enough if it lasts for more steps.
 WINDOWS = {5: 0.25, 50: 0.1}
 LEAST_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
 class Slow:
-    """Hold a rank that is slow, its slow phase, and what that costs in each step."""
+    """A rank that is slow, its slow phase, and what that costs; times are seconds."""
 
     rank: int
     phase: int
-    here: float  # seconds of that phase on this rank
-    others: float  # the same on the other ranks, the median
-    cost: float  # per step: the next slowest rank takes that much less
-    step: float  # of a step
+    here: float  # what that phase takes on this rank
+    others: float  # the median of what it takes on the other ranks
+    cost: float  # by how much the next slowest rank is faster, in each step
+    step: float  # what a step takes
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return as `Slow` the rank that works longer than all others; None if none does.
+    """Return the rank that works longer than all others; None if none does.
 
-    ``times``: seconds, shape (ranks, steps, phases), two ranks and three steps or more.
-    Work: all phases but waiting. The rank's second shortest step must exceed each other
-    rank's second longest by ``share`` of a step and by 1 ms: one odd step decides
-    nothing.
+    Args:
+        times: Seconds, with the shape (ranks, steps, phases), of at least two ranks and
+            three steps.
+        share: By which share of a step the rank must work longer.
     """
+    # One odd step must not decide, so the rank's second shortest step is compared with
+    # the second longest of each other rank.
     own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
     low, high = own[:, 1], own[:, -2]
     rank = int(low.argmax())
@@ -60,10 +66,10 @@ def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
 
 
 def describe(times: NDArray[np.float64], rank: int) -> Slow:
-    """Return as `Slow` how ``rank``, slow or not, differs from the other ranks.
+    """Return how a rank, which may be slow or not, differs from the others.
 
-    ``times`` as in `find_slow`. The phase is that of all but waiting in which ``rank``
-    exceeds their median most. The cost is negative if another rank works longer.
+    The phase is the one in which it exceeds the median of the others most. The cost is
+    negative if another rank works longer. The times are those of `find_slow`.
     """
     typical = np.median(times, axis=1)
     others = np.median(np.delete(typical, rank, axis=0), axis=0)
@@ -82,11 +88,13 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
 def align(
     rows: Sequence[Sequence[tuple[int, Sequence[float]]]],
 ) -> tuple[list[int], NDArray[np.float64]]:
-    """Return numbers of steps, and times of shape (ranks, steps, phases).
+    """Bring the steps of all ranks together; return their numbers and their times.
 
-    ``rows``: by rank, (number, seconds by phase) of its last steps. Takes the steps
-    that all ranks have. If there are none (steps are fast), takes each rank's last
-    ones, as many as all have, numbered as on the rank that is behind.
+    ``rows`` has, for each rank, the number and the seconds by phase of its last steps.
+    The times have the shape (ranks, steps, phases).
+
+    Steps may be so fast that no rank still has the steps of another one. Then the last
+    steps of each rank are taken, equally many, numbered as on the rank that is behind.
     """
     by_number = [dict(each) for each in rows]
     numbers = sorted(set.intersection(*map(set, by_number)))
@@ -102,9 +110,12 @@ def align(
 def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | None:
     """Return the bucket before which a rank loses most time in its backward.
 
-    ``full``: by rank and bucket, seconds from the backward's begin until the bucket was
-    full; compared with the others' median. None if the ranks' buckets differ (they are
-    just being rebuilt), or no bucket.
+    It is None while the ranks have different buckets, because these are being rebuilt.
+
+    Args:
+        full: The seconds from the backward's begin until a bucket was full, by rank and
+            bucket.
+        rank: The rank to compare with the median of the others.
     """
     buckets = sorted(full[rank], key=lambda bucket: full[rank][bucket])
     if not buckets or any(set(each) != set(buckets) for each in full.values()):
@@ -118,23 +129,20 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
 
 
 class Judge:
-    """Decide at each `judge`, on rank 0, which rank is slow; log when that changes.
-
-    `slow` holds it, or None. The reducer is held weakly, for the layers' names.
-    """
+    """Decide on rank 0 which rank is slow, and log when that changes."""
 
     def __init__(self, reducer: Reducer) -> None:
-        self._reducer = weakref.ref(reducer)
+        self._reducer = weakref.ref(reducer)  # for the names of layers
         self.slow: Slow | None = None
-        self._window = 0  # in which that rank was found, steps
+        self._window = 0  # how many steps that rank was found slow in
         self._since = 0  # its first slow step
-        self._step = 0  # the last one judged
+        self._step = 0  # the last step that was judged
 
     def judge(self, posted: Mapping[int, Any]) -> None:
-        """Judge the steps that all ranks posted since the last call; update `slow`.
+        """Judge the steps that all ranks have posted since the last call.
 
-        ``posted``: by rank, what `SpeedWatch._exchange` returned there. Logs a warning
-        when a rank becomes slow, and when it no longer is.
+        A warning is logged when a rank becomes slow, and when it no longer is. What is
+        ``posted``, by rank, is what `SpeedWatch` returned there.
         """
         numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
         new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
@@ -147,24 +155,25 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return as `Slow` the rank that is slow by its work; None: no rank.
-
-        If no rank is named yet, by `find_slow`. Else look at the named rank only: it
-        stays slow while it costs more than half of ``share`` of a step.
-        """
+        """Return the rank that is slow by its work, or None."""
         if self.slow is None:
             return find_slow(times, share)
+        # A rank that was named stays slow for longer than it took to be named:
+        # otherwise one at the limit would be named again and again.
         now = describe(times, self.slow.rank)
         return now if now.cost > share / 2 * now.step else None
 
     def _note(
         self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
     ) -> None:
-        """Set `slow` and log when a rank becomes slow; clear it and log when that ends.
+        """Set or clear `slow`, and log that, if it has changed.
 
-        ``now``: the slow rank found in this ``window`` of steps, or None, which clears
-        `slow` only in the window in which the rank was named. ``step``: the last one of
-        the window.
+        Args:
+            window: The number of steps that were looked at.
+            now: The slow rank in these steps, or None. A rank is no longer slow only if
+                it is not in a window of the length in which it was named.
+            step: The last step of the window.
+            posted: What all ranks have posted.
         """
         if self.slow is None and now is not None:
             self.slow, self._window = now, window

@@ -1,4 +1,8 @@
-"""Measure one rank's steps, and post them to the process group's store."""
+"""Measure one rank's steps, and post them to the process group's store.
+
+A `SpeedWatch` is a listener of the reducer's tracer. Each event of a step ends a phase,
+and the time since the last event is added to it.
+"""
 
 from __future__ import annotations
 
@@ -21,42 +25,45 @@ from .judge import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, WAITING, WINDOWS,
 
 logger = logging.getLogger("minidp")
 
-# The phase that has just ended, by what happens.
+# Which phase has just ended when an event comes.
 _ENDS = {
     StepEvent.FORWARD_BEGIN: DATA,
-    StepEvent.MODULE_BEGIN: WAITING,  # module buffers from rank 0, a rebuild
+    StepEvent.MODULE_BEGIN: WAITING,  # for module buffers from rank 0, or a rebuild
     StepEvent.FORWARD_END: FORWARD,
     StepEvent.LOCAL_FORWARD_END: FORWARD,
-    StepEvent.BACKWARD_BEGIN: FORWARD,  # the loss
+    StepEvent.BACKWARD_BEGIN: FORWARD,  # the loss belongs to it
     StepEvent.LOCAL_BACKWARD_BEGIN: FORWARD,
     StepEvent.LOCAL_BACKWARD_END: BACKWARD,
     StepEvent.BACKWARD_BYPASSED: BACKWARD,
     StepEvent.FINALIZE_BEGIN: BACKWARD,
     StepEvent.FINALIZE_END: WAITING,
-    StepEvent.OPTIMIZER_BEGIN: OPTIMIZER,  # gradients are clipped
+    StepEvent.OPTIMIZER_BEGIN: OPTIMIZER,  # the clipping of gradients belongs to it
     StepEvent.OPTIMIZER_END: OPTIMIZER,
 }
-WARMUP_STEPS = 2  # not judged: caches are cold, buckets are rebuilt
+WARMUP_STEPS = 2  # they are not judged: caches are cold, and buckets are rebuilt
 
 
 def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
-    """Name, in rank 0's log, a rank that makes the others wait; return a `SpeedWatch`.
+    """Name, in the log of rank 0, a rank that makes the others wait.
 
-    Call it on all ranks, once; it goes on as long as the model lives, or until
+    Call this once, on all ranks. It goes on as long as the model lives, or until
     `SpeedWatch.stop`::
 
         speed = minidp.watch_speed(model)
         ...                                       # train as usual
         writer.add_scalars("speed", speed.numbers(), step)
 
-    A rank is named once it worked longer than each other rank, by a quarter of a step,
-    in four of its last five steps (or by a tenth, in 49 of 50): with its host, the
-    phase that differs most, in the backward also the layers, what it costs, since when.
+    A rank is named once it has worked longer than each other rank, by a quarter of a
+    step in four of its last five steps, or by a tenth in 49 of 50. The log says its
+    host, the phase that differs most (in the backward also the layers), what this
+    costs, and since when.
+
     Waits inside collectives of the script's own count as work, and a slow network names
-    nobody. With ``hang_timeout=None`` ranks cannot be compared, which a warning says.
+    nobody. With ``hang_timeout=None`` the ranks cannot be compared, which a warning
+    says.
 
     Args:
-        model: a `DataParallel`, an `Attachment`, or an attached model.
+        model: A `DataParallel`, an `Attachment`, or an attached model.
 
     Raises:
         TypeError: minidp does not synchronise the model.
@@ -65,9 +72,9 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
 
 
 class SpeedWatch(Observer):
-    """Measure this rank's steps, from construction to `stop`; rank 0 judges all.
+    """What `watch_speed` returns: it measures the steps of this rank until `stop`.
 
-    The watchdog's thread posts them to the store; without it the constructor warns.
+    The watchdog's thread posts them to the store, and rank 0 judges those of all ranks.
     """
 
     sees_times = True
@@ -76,38 +83,41 @@ class SpeedWatch(Observer):
         communicator, self._observers = reducer.communicator, reducer.queue.observers
         self._size = communicator.size
         self._judge = Judge(reducer) if communicator.rank == 0 else None
-        # Number and seconds by phase, of the last steps.
+        # The number and the seconds by phase of the last steps.
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=2 * max(WINDOWS))
+        # When each bucket was full, in the last steps and in the one that runs.
         self._full: deque[dict[int, float]] = deque(maxlen=min(WINDOWS))
-        self._now = [0.0] * len(PHASES)  # of the step that runs
-        self._full_now: dict[int, float] = {}  # bucket -> when it was full, seconds
+        self._full_now: dict[int, float] = {}
+        self._now = [0.0] * len(PHASES)  # the seconds by phase of the step that runs
         self._mark = self._backward_began = time.perf_counter()
-        self._has_reduced = False  # the step that runs
-        self._number = 0  # of finished steps
+        self._has_reduced = False  # whether the step that runs has reduced gradients
+        self._number = 0  # how many steps have finished
         self._observers.append(self)
         self._stop_exchange = communicator.peers.exchange_often("speed", self._exchange)
         if communicator.size > 1 and self._stop_exchange is None:
             logger.warning(
-                "[rank %d] watch_speed() measures this rank only: ranks are compared "
-                "through the process group's store, by the thread that hang_timeout "
-                "needs. What to do: pass no hang_timeout=None.",
+                "[rank %d] watch_speed() measures this rank only, because ranks are "
+                "compared through the process group's store, by the thread of hang "
+                "reports. What to do: do not pass hang_timeout=None.",
                 communicator.rank,
             )
 
     def stop(self) -> None:
-        """Stop measuring and telling rank 0, for good; `numbers` keep what they had."""
+        """Stop measuring for good. `numbers` still returns what it did before."""
         self._observers.remove(self)
         if self._stop_exchange is not None:
             self._stop_exchange()
             self._stop_exchange = None
 
     def numbers(self) -> dict[str, float]:
-        """Return this rank's last steps as plain numbers, for a metrics logger.
+        """Return numbers about this rank's last steps, for a metrics logger.
 
-        Medians of the last five steps in seconds: "data_s", "forward_s", "backward_s",
-        "waiting_s" (for other ranks, and for the network), "optimizer_s" (until three
-        steps have ended: of the running step); "step": steps so far; on rank 0
-        "slow_rank" (-1: none) and "slow_cost_s" (per step).
+        Returns:
+            The medians of the last five steps in seconds, as "data_s", "forward_s",
+            "backward_s", "waiting_s" (for other ranks and for the network) and
+            "optimizer_s"; until three steps have ended they are of the running step.
+            "step" is the number of steps so far. Rank 0 also has "slow_rank" (-1 if
+            there is none) and "slow_cost_s", what that rank costs in each step.
         """
         last = [row for _, row in [*self._steps][-min(WINDOWS) :]] or [self._now]
         medians = [median(column) for column in zip(*last, strict=True)]
@@ -122,14 +132,14 @@ class SpeedWatch(Observer):
     # -- events, see `Observer` --------------------------------------------------
 
     def happened(self, moment: Moment, bucket: int) -> None:
-        """If ``moment`` is FULL, store ``bucket``'s seconds since backward's begin."""
+        """Store when a bucket became full, after the begin of the backward."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
     def enter(self, event: StepEvent) -> None:
         """Add the time since the last event to the phase that this event ends.
 
-        FORWARD_BEGIN first closes the step, if a synchronised backward ended in it.
+        The first forward after a synchronised backward begins a new step.
         """
         now = time.perf_counter()
         if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
@@ -152,10 +162,7 @@ class SpeedWatch(Observer):
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """Return this rank's next post; on rank 0, first judge ``posted`` of all ranks.
-
-        ``posted``: by rank, what was posted last; not judged if a rank is missing.
-        """
+        """Return what this rank posts next; on rank 0, judge what all have posted."""
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)

@@ -1,7 +1,9 @@
 """Let torch.compile split graphs where our buckets end, so that buckets leave early.
 
-Dynamo splits graphs during the forward of a DDP object, which a private attribute of
-torch's class names, and reads its ``bucket_bytes_cap``.
+A compiled backward hands out all its gradients at its end, so one graph for the whole
+module would hide no communication. Dynamo therefore splits the graphs that it compiles
+during the forward of a DDP object. It knows that object by a private attribute of
+torch's class, and reads its ``bucket_bytes_cap``.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from minidp.console import warn
 from minidp.core import untraced, untraced_itself
 
-# Size of dynamo's first graph; it fails if others are to be smaller.
+# The size of dynamo's first graph. Dynamo fails if the others are to be smaller.
 _FIRST_GRAPH_BYTES = 1024 * 1024
 
 
 @untraced_itself
 def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Run ``ddp``'s module, and return its output; ``ddp`` is torch's active DDP then.
+    """Run the module of ``ddp`` as torch's active DDP, and return its output.
 
     If torch.compile compiles meanwhile, it splits graphs as for torch's DDP, into parts
-    of ``ddp.bucket_bytes_cap``, at least 1 MiB. Warn if ``optimize_ddp`` prevents that.
+    of ``ddp.bucket_bytes_cap``, but not less than 1 MiB. If dynamo's ``optimize_ddp``
+    prevents that, there is a warning.
     """
     is_compiling = callable(get_eval_frame_callback())
     _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
@@ -41,14 +44,15 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _call(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the module. Dynamo may compile this function, but not its caller."""
+    # Dynamo may compile this function, but not its caller.
     return module(*inputs, **kwargs)
 
 
 def _optimize_ddp() -> object:
-    """Return dynamo's setting; None if it is not imported, or not to its end yet.
+    """Return dynamo's setting ``optimize_ddp``; None if dynamo is not imported.
 
-    Another thread may be importing it. Whoever has set something has imported it.
+    Whoever has changed the setting has imported dynamo. Another thread may be about to
+    do so, and then it is not looked at.
     """
     settings = sys.modules.get("torch._dynamo.config")
     is_imported = hasattr(sys.modules.get("torch._dynamo"), "OptimizedModule")
@@ -56,7 +60,7 @@ def _optimize_ddp() -> object:
 
 
 def refuse_python_reducer() -> None:
-    """Raise ValueError if dynamo is set to torch's reducer for compiled autograd."""
+    """Raise a ValueError if dynamo is set to torch's reducer for compiled autograd."""
     if _optimize_ddp() == "python_reducer":
         raise ValueError(
             'torch._dynamo.config.optimize_ddp is "python_reducer", which is torch\'s '
@@ -68,10 +72,6 @@ def refuse_python_reducer() -> None:
 
 @untraced
 def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
-    """Warn if dynamo's ``optimize_ddp`` is off: a compiled module is then one graph.
-
-    Only if ``module`` is a compiled one, or compiled code runs it (``is_compiling``).
-    """
     setting = _optimize_ddp()
     if setting in (None, True, "ddp_optimizer"):
         return
@@ -80,5 +80,5 @@ def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
         warn(
             f"torch._dynamo.config.optimize_ddp={setting!r}: the module is compiled as "
             "one graph, so communication does not overlap with its backward. Gradients "
-            "are right. Set it to True to get a graph per bucket.",
+            "are right. What to do: set it to True to get a graph for each bucket.",
         )

@@ -34,9 +34,10 @@ _FIXED = (
 
 
 class Fixed:
-    """A descriptor of an attribute that the constructor sets, for good.
+    """The descriptor of an attribute that the constructor sets for good.
 
-    Later assignments are kept, as torch does, and warn unless they change nothing.
+    A later assignment is kept, as torch keeps it, and warned of if it changes the
+    value.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -60,7 +61,8 @@ class Fixed:
     def _warn(self, ddp: Any, value: Any) -> None:
         name = self._name
         given = vars(ddp).get(name, getattr(ddp._given, name, None))
-        if name == "process_group":  # `reset` assigns the one that is used already
+        # `reset` assigns the group that is used already, and must not be warned of.
+        if name == "process_group":
             given = ddp._reducer.communicator.group
         if value is given or (type(value) is type(given) and value == given):
             return

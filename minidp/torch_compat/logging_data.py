@@ -43,25 +43,27 @@ VARIABLES = {
 
 
 class LoggingData:
-    """Collect a `DataParallel`'s facts for ``_get_ddp_logging_data()``: its `logger`.
+    """The facts of a `DataParallel` for ``_get_ddp_logging_data()``; its `logger`.
 
-    The constructor collects options and sizes; `to_dict` adds what is known later.
+    The constructor collects options and sizes, and `to_dict` adds what is known later.
     """
 
     def __init__(self, ddp: Any) -> None:
         self._ddp: Any = weakref.proxy(ddp)
-        self.error = ""
+        self.error = ""  # the last error of the wrapper
         self.comm_hook = ""  # a name to log instead of the hook's own
         self._facts = _facts_of(ddp)
 
     def note_error(self, error: Exception) -> None:
-        """Store type and text of the wrapper's last error, which `to_dict` returns."""
-        self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
+        """Store type and text of the wrapper's last error, for `to_dict`."""
+        # The error itself has a traceback, which would keep the wrapper alive.
+        self.error = f"{type(error)}: {error}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return facts by torch's keys: of construction, of rebuilt buckets, and flags.
+        """Return all facts, under torch's keys.
 
-        A flag (static graph, hook, join, error) has no key while it is not set.
+        Flags such as ``static_graph`` and ``has_error`` have no key while they are
+        unset.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
         has_rebuilt = reducer.rebuild_policy.has_rebuilt
@@ -103,15 +105,15 @@ class _Facts(dict[str, Any]):
 class LogsUnused(Observer):
     """Log unused parameters at the end of each synchronised backward.
 
-    An observer, made only for ``find_unused_parameters`` together with
-    TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL (`logs_unused`).
+    Torch does so with ``find_unused_parameters`` and TORCH_DISTRIBUTED_DEBUG=INFO or
+    DETAIL, so this observer is made only then (`logs_unused`).
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self._queue, self._names = reducer.queue, reducer.names
 
     def finished(self) -> None:
-        """Log names of parameters that no rank used, if any; wait for the used-map."""
+        """Log the names of parameters that no rank has used, if there are any."""
         counts = self._queue.used_map.last_counts.tolist()
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
         if unused:
@@ -122,13 +124,13 @@ class LogsUnused(Observer):
 
 
 def logs_unused(*, find_unused_parameters: bool) -> bool:
-    """Return whether unused parameters are to be logged in each step, as by torch."""
+    """Return whether torch would log unused parameters in each step."""
     level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper()
     return find_unused_parameters and level in ("INFO", "DETAIL")
 
 
 def _facts_of(ddp: Any) -> dict[str, Any]:
-    """Return the logging data known at construction: options, sizes, environment."""
+    """Return what is known at construction: options, sizes, environment."""
     reducer: Reducer = ddp._reducer
     group = ddp.process_group
     backend = backend_name(group)

@@ -21,9 +21,11 @@ IS_OFFERED = hasattr(DistributedDataParallel, "finalize_backward")
 
 
 def is_required(ddp: Any) -> bool:
-    """Whether `finalize_backward` must end each synchronised backward; settable."""
+    """Whether `finalize_backward` must end each synchronised backward."""
     if not IS_OFFERED:
-        raise AttributeError("manual finalization came with torch 2.15")
+        raise AttributeError(
+            "require_manual_backward_finalization needs torch 2.15 or newer."
+        )
     return bool(ddp._reducer.is_manual)
 
 
@@ -31,9 +33,10 @@ def require(ddp: Any, required: Any) -> None:
     """Switch manual finalization on or off, between two steps.
 
     Raises:
-        AttributeError: torch is older than 2.15, and has no manual finalization.
-        RuntimeError: a forward's backward is not finalized; or all parameters are
+        AttributeError: Torch is older than 2.15, and has no manual finalization.
+        RuntimeError: A forward's backward is not finalized yet, or all parameters are
             delayed, as torch cannot do both.
+        TypeError: The value is no truth value.
     """
     if not isinstance(required, bool | int | None):
         raise TypeError(
@@ -64,9 +67,10 @@ def require(ddp: Any, required: Any) -> None:
 def should_finalize_after_backward(ddp: Any) -> bool:
     """Whether `finalize_backward` must wait until the coming backward has returned.
 
-    To be read after the forward. If False, a hook of that backward may call it, too, as
-    soon as all parameters have got their gradients. It is True until the buckets are
-    rebuilt, and where unused parameters are known only when the backward ends.
+    This is to be read after the forward. If it is False, a hook of that backward may
+    call `finalize_backward`, too, as soon as all parameters have got their gradients.
+    It is True until the buckets are rebuilt, and where unused parameters are known only
+    when the backward ends.
     """
     reducer = ddp._reducer
     if not reducer.is_manual:
@@ -77,15 +81,15 @@ def should_finalize_after_backward(ddp: Any) -> bool:
 
 
 def finalize_backward(ddp: Any) -> None:
-    """Wait for the gradients of the last synchronised backward; write the averages.
+    """Wait for the gradients of the last synchronised backward, and write the averages.
 
-    Once for each synchronised backward, after it, or in one of its hooks when all
-    gradients have come. On CUDA the current stream waits.
+    Call this once for each synchronised backward: after it, or in one of its hooks when
+    all gradients have come. On CUDA the current stream waits.
 
     Raises:
-        RuntimeError: manual finalization is not switched on, or not possible; gradients
-            are missing; or there is nothing to finalize: inside no_sync(), before a
-            backward, or a second time.
+        RuntimeError: Manual finalization is not switched on, or not possible; gradients
+            are missing; or there is nothing to finalize, because this is inside
+            no_sync(), before a backward, or a second call.
     """
     reducer = ddp._reducer
     _refuse_all_delayed(ddp)

@@ -41,11 +41,10 @@ BUILTIN_HOOKS = {
 
 
 class _PlantedOptimizers(Observer):
-    """Step optimizers that torch's ``_apply_optimizer_in_backward`` put on parameters.
+    """Step the optimizers that torch's ``_apply_optimizer_in_backward`` has planted.
 
-    An observer that the first forward registers, if there are any. Each steps as soon
-    as its parameter's bucket is reduced; at the backward's end these ``.grad`` become
-    None.
+    Each of them steps as soon as the bucket of its parameter is reduced. At the end of
+    the backward the ``.grad`` of these parameters become None, as with torch.
     """
 
     uses_grads = True
@@ -55,7 +54,7 @@ class _PlantedOptimizers(Observer):
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step the ``_in_backward_optimizers`` of a reduced bucket's ``params``."""
+        """Step the optimizers of the parameters of a reduced bucket."""
         for param in params:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 with self._guard.allow(optimizer):
@@ -72,10 +71,11 @@ class _PlantedOptimizers(Observer):
 def adopt_planted_optimizers(
     params: Sequence[nn.Parameter], guard: Guard
 ) -> Observer | None:
-    """Remove the grad hooks of torch's ``_apply_optimizer_in_backward``, if any.
+    """Take over the optimizers of torch's ``_apply_optimizer_in_backward``.
 
-    They would step on local gradients, before the average. Return an observer that
-    steps these optimizers on the averages instead; None if no parameter has any.
+    Torch's own grad hooks would step on local gradients, before the average, so they
+    are removed. The result is an observer that steps these optimizers on the averages;
+    None if no parameter has one.
     """
     if not any(hasattr(p, "_in_backward_optimizers") for p in params):
         return None
@@ -89,11 +89,9 @@ def adopt_planted_optimizers(
 
 
 class TorchNames:
-    """The body of these names; ``self`` is a `minidp.DataParallel`, never one of these.
+    """The body of these names. Their ``self`` is always a `minidp.DataParallel`."""
 
-    What a method here reads of it is declared first.
-    """
-
+    # What the methods here read of a `minidp.DataParallel`.
     module: nn.Module
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
@@ -109,7 +107,7 @@ class TorchNames:
     _guard: Guard
     _replication: Any
 
-    # Nothing of the kind exists here.
+    # minidp has nothing of this kind.
     use_side_stream_for_tensor_copies = False
     _use_python_reducer = False
     _ddp_sink_clone = False
@@ -120,10 +118,14 @@ class TorchNames:
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Register minidp's comm hook that does what torch's built-in ``kind`` does.
 
-        Raises, and replaces buckets, as `register_comm_hook`; unknown kind: only warns.
+        As with torch, an unknown kind is only warned of.
         """
         if kind not in BUILTIN_HOOKS:
-            warn(f"Unknown builtin comm hook {kind!r}: ignored.")
+            warn(
+                f"Unknown builtin comm hook {kind!r}: ignored, so gradients are "
+                "averaged as without a hook. What to do: pass a torch.distributed."
+                "BuiltinCommHookType, or call register_comm_hook()."
+            )
             return
         self.register_comm_hook(None, BUILTIN_HOOKS[kind])
         self.logger.comm_hook = str(kind)
@@ -131,11 +133,10 @@ class TorchNames:
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Create an optimizer ``optim(params, ...)`` that steps inside backwards.
+        """Make an optimizer of class ``optim`` that steps inside backwards.
 
-        ``optim``: its class. ``optim_params``: its parameters; None: all that are
-        averaged. Also register `all_reduce_hook`; raise as `register_comm_hook`,
-        `step_in_backward`.
+        Its parameters are ``optim_params``, or all that are averaged. As with torch, a
+        comm hook that averages is registered, too.
         """
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
@@ -147,12 +148,11 @@ class TorchNames:
         hook: Callable[..., Any],
         comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let later forwards call ``hook(state, {name: module buffer})``; no broadcast.
+        """Let a hook synchronise module buffers, instead of the broadcast.
 
-        After the module (default) or before, in forwards that would broadcast buffers.
-        The next synchronised backward waits, at its end, for the futures that it
-        returned (or None). Replaces an earlier hook. AssertionError if ``hook`` is not
-        callable.
+        It is called as ``hook(state, {name: module buffer})``, in each forward that
+        would broadcast buffers, after the module (the default) or before. If it returns
+        futures, the next synchronised backward waits for them at its end.
         """
         if not callable(hook):
             raise AssertionError(f"A buffer comm hook must be callable, got {hook!r}.")
@@ -170,9 +170,10 @@ class TorchNames:
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
     ) -> None:
-        """Collective: copy one rank's ``bufs`` (None: module buffers) to all ranks.
+        """Copy buffers of the authoritative rank to all ranks.
 
-        That rank is ``authoritative_rank``. ``bucket_size`` is ignored.
+        All ranks must call this together. By default these are the module buffers. The
+        ``bucket_size`` has no effect.
         """
         tensors = list(self.modules_buffers if bufs is None else bufs)
         broadcast_coalesced(tensors, self.process_group, authoritative_rank)
@@ -190,10 +191,10 @@ class TorchNames:
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Switch to ``static_graph`` and its first buckets; if it is set, only warn.
+        """Switch to ``static_graph`` and to its first buckets.
 
-        Not a collective, but all ranks must call it. RuntimeError, kept in the logging
-        data, if a synchronised forward has run.
+        All ranks must do so, before the first forward, but they do not wait for each
+        other.
         """
         if self._reducer.queue.config.static_graph:
             warn("The graph has been set to be static already.")
@@ -212,13 +213,14 @@ class TorchNames:
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Move to another group, no collective; forget a failure and local gradients.
+        """Move to another group, and forget a failure and gradients under way.
 
-        If it is no ProcessGroup (torch's mark of a non-member), reset on the present
-        one. Buckets will be rebuilt once more (not by "auto" with a tuned layout); a
-        static graph's counts stay. The next synchronised step compares the replicas, if
-        all ranks of the group do, and then begins to count steps anew: ranks that are
-        new have made fewer.
+        It waits for no rank. Afterwards the buckets are rebuilt once more. The next
+        synchronised step compares the replicas if all ranks of the group want to. From
+        then on steps are counted anew, because ranks that are new have made fewer.
+
+        What is no ProcessGroup is torch's mark of a rank outside the group. Then the
+        present group stays.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
             vars(self)["process_group"] = new_process_group
@@ -229,10 +231,10 @@ class TorchNames:
             self._guard.replica_check = self._replication.check
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove the grad hooks for good: later backwards average no gradients.
+        """Remove the grad hooks for good, so that later backwards average nothing.
 
-        Also ends, for good, the checks of forwards and optimizer steps for mistakes,
-        and the comparison of replicas: nothing reports that gradients stay local.
+        Nothing reports that gradients stay local: the checks for mistakes, and the
+        comparison of replicas, end for good, too.
         """
         reducer = self._reducer
         reducer.hooks.remove()
@@ -242,20 +244,20 @@ class TorchNames:
         self._replication.stop_comparing()
 
     def _check_reducer_finalized(self) -> None:
-        """Raise, as a forward does, if the last backward failed or did not finish.
+        """Raise what a forward would raise if the last backward has not finished.
 
-        In the latter case other ranks, which may wait for this one, get the error, too.
+        Other ranks, which may wait for this one, get the error, too.
         """
         refuse_forward(self._reducer)
 
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts and flags by torch's keys, no times: `LoggingData.to_dict`."""
+        """Return facts under torch's keys, but no times: see `LoggingData.to_dict`."""
         return self.logger.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Check the rate, as torch does. It has no effect: no iteration is sampled."""
+        """Check the rate as torch does. It has no effect: no iteration is sampled."""
         if sample_rate < 1:
             raise ValueError(
                 "DDP runtime logging sample rate should be equal or greater than 1, "
@@ -304,10 +306,7 @@ class TorchNames:
         module: nn.Module,
         named_params: bool = False,  # noqa: FBT001, FBT002 -- torch's
     ) -> Iterator[Any]:
-        """Yield parameters that are not marked ``_ddp_ignored``.
-
-        ``named_params``: yield (name, parameter).
-        """
+        """Yield the parameters that are not ignored, with their names if wanted."""
         for name, param in module.named_parameters():
             if not hasattr(param, "_ddp_ignored"):
                 yield (name, param) if named_params else param
@@ -316,9 +315,9 @@ class TorchNames:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Set the module's ignore list: names of what a later constructor leaves out.
+        """Set the module's ignore list, the names of what is not synchronised.
 
-        Also mark those tensors ``_ddp_ignored``. Unknown names are no error here.
+        Call this before the module is wrapped. The constructor warns of unknown names.
         """
         listed = {name.removeprefix(".") for name in params_and_buffers_to_ignore}
         setattr(module, parameters.IGNORE_ATTRIBUTE, params_and_buffers_to_ignore)
@@ -337,7 +336,7 @@ _OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__"} | {
 
 
 def with_torchs_names(wrapper: type[T]) -> type[T]:
-    """Put the names of `TorchNames` on a class of wrappers, and return that class."""
+    """Put the names of `TorchNames` on the class of the wrapper, and return it."""
     for name, value in vars(TorchNames).items():
         if name not in _OF_EVERY_CLASS:
             setattr(wrapper, name, value)

@@ -1,6 +1,7 @@
 """``ddp.reducer``: the methods of torch's reducer that third parties call.
 
-Not those that only torch's own class calls, inside its forward and ``join()``.
+Methods that only torch's own class calls, inside its forward and ``join()``, are
+missing.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from minidp.hooks import GradBucket, Turn
 
 
 class ReducerNames:
-    """Give the reducer of ``ddp`` the method names of torch's: ``ddp.reducer``.
+    """The reducer of ``ddp`` under the method names of torch's.
 
-    Made anew at each access of that property; only keeps references.
+    Each access of ``ddp.reducer`` makes a new one, which holds nothing but references.
     """
 
     def __init__(self, ddp: Any) -> None:
@@ -31,23 +32,22 @@ class ReducerNames:
         self._delay_all_reduce = self._reducer.end_now
 
     def prepare_for_forward(self) -> None:
-        """Do nothing: minidp prepares in the forward itself."""
+        """Do nothing, because minidp prepares in the forward itself."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Arm the reducer as a forward does: the next backward averages gradients.
+        """Arm the reducer as a forward does, so that the next backward averages.
 
-        ``outputs``: of the module; with ``skip_all_reduce_unused_params`` ranks start
-        to exchange what they reach. Raise if the last backward failed or did not
-        finish.
+        ``outputs`` are those of the module. With ``skip_all_reduce_unused_params`` the
+        ranks start to exchange what these reach.
         """
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
         self._reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild buckets if due (then a collective); return whether it was due.
+        """Rebuild the buckets if that is due, and return whether it was.
 
-        Raise, as a forward does, if the last backward failed or did not finish.
+        All ranks must call this together: a rebuild is a collective.
         """
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
@@ -71,28 +71,25 @@ class ReducerNames:
         ]
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Collective: start to sum a bucket's buffer over ranks in place, not divided.
+        """Start to sum a bucket's buffer over the ranks, in place and not divided.
 
-        Return a future whose value is that buffer.
+        All ranks must call this together. The value of the future is that buffer.
         """
         buffer = bucket.buffer()
         future = all_reduce(buffer, self._ddp.process_group).get_future()
         return then(future, lambda: buffer)
 
     def _get_local_used_map(self) -> torch.Tensor | None:
-        """Return how many ranks used each parameter, at their last exchange (int32).
+        """Return how many ranks used each parameter, at their last exchange.
 
-        May wait for that exchange. None with neither ``find_unused_parameters`` nor
-        ``static_graph``: ranks exchange nothing then; with the latter only in the first
-        backward.
+        It may wait for that exchange. The ranks exchange this only with
+        ``find_unused_parameters``, and in the first backward with ``static_graph``.
+        Without these options the result is None.
         """
         queue = self._reducer.queue
         exchanges = queue.config.find_unused_parameters or queue.config.static_graph
         return queue.used_map.last_counts if exchanges else None
 
     def _ddp_graph_static(self) -> bool:
-        """Return whether all backwards of this rank missed the same parameters so far.
-
-        Always True without ``find_unused_parameters``.
-        """
+        """Return whether all backwards of this rank have missed the same parameters."""
         return self._reducer.expected.is_steady

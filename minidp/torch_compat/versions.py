@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-OLDEST, NEWEST = (2, 12), (2, 15)  # tests/versions.py tests them and all between
+OLDEST, NEWEST = (2, 12), (2, 15)  # tests/versions.py tests these and all in between
 
 logger = logging.getLogger("minidp")
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("minidp")
 def note_version(version: str = torch.__version__) -> None:
     """Log a warning, once per process, if torch is older or newer than tested.
 
-    It works on, because a new torch rarely breaks what minidp uses.
+    It is no error, because a new torch rarely breaks what minidp uses.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, found.groups())) if found else NEWEST
@@ -28,8 +28,8 @@ def note_version(version: str = torch.__version__) -> None:
     if release > NEWEST:
         than = f"newer than {newest}, the newest"
     logger.warning(
-        "torch %s is %s version that minidp is tested with. It goes on, and should "
-        "work; to be sure, compare a few steps with torch's DDP: "
+        "torch %s is %s version that minidp is tested with. Training goes on, and "
+        "should work. To be sure, compare a few steps with torch's DDP: "
         "minidp run -n 2 --compare SCRIPT",
         version,
         than,

@@ -1,8 +1,9 @@
 """Go on when a replica dies: ``DataParallel(manager, module)`` on torchft's manager.
 
-Needs the extra ``minidp[torchft]``. Read `wrapper` (what a user sees), `quorum` (the
-one file that knows torchft: who takes part, one backward, a repeated one), `agreement`
-(the bucket layout follows the committed steps).
+This needs the extra ``minidp[torchft]``. Read `wrapper` first, which is what a user
+sees. `quorum` is the only file that knows torchft: who takes part, and how a backward
+is summed over these replicas, a second time if one dies. `agreement` lets the bucket
+layout follow the committed steps.
 """
 
 from .wrapper import DataParallel

@@ -1,7 +1,10 @@
 """Let the bucket layout be a part of the committed state, as the parameters are.
 
-Participating rank 0's layout is agreed on in a backward, and used once its step is
-committed. A replica that has not committed it gets it with the state of one that has.
+Replicas with different layouts would add up different gradients. A replica that joins
+has not seen the backward by which the others have rebuilt their buckets. So the layout
+of participating rank 0 is agreed on in a backward, and used once the step of that
+backward is committed. A replica that has not committed it gets it with the state of one
+that has.
 """
 
 from __future__ import annotations
@@ -14,35 +17,35 @@ from minidp.core import RebuildPolicy, Reducer, layout_after
 from minidp.errors import MAX_NAMES, MiniDPError, explain
 from minidp.layout import Layout, ParamSpec, read_plain, resumed_layout, to_plain
 
-# Options that decide on the messages of a backward.
+# The options on which the messages of a backward depend.
 DECISIVE = "caps", "last_is_small", "find_unused_parameters"
 
 
 class NotByItself(RebuildPolicy):
-    """A `RebuildPolicy` that stores the ready order, but never lets a forward rebuild.
+    """A rebuild policy that keeps the ready order, but never lets a forward rebuild.
 
-    An `Agreement` makes it, reads its order, and replaces the buckets instead.
+    An `Agreement` reads the order, and replaces the buckets itself.
     """
 
     is_due = False
 
     @property
     def order(self) -> list[int]:
-        """Indices of parameters as their gradients became ready; [] if unknown."""
+        """The parameters in the order of their gradients, by index; [] if unknown."""
         return self._order or []
 
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return layout ``now`` as `to_plain` does: no rebuild is ever due here."""
+        """Return the layout as plain data. No rebuild is ever due here."""
         return to_plain(now, specs, rebuilt=self.has_rebuilt)
 
 
 class Agreement:
-    """Decide on the layout of each backward of one reducer, alike on all replicas.
+    """Decide on the layout of each backward, alike on all replicas.
 
-    Layouts are plain data here (`to_plain`). The constructor replaces the reducer's
-    `rebuild_policy`; `Quorum` makes it and calls its methods.
+    A `Quorum` makes it and calls its methods. Layouts are plain data here, as
+    `to_plain` makes them.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -51,38 +54,36 @@ class Agreement:
         self._policy = NotByItself(queue.config.saved_layout)
         reducer.rebuild_policy = self._policy
         rebuilt = self._policy.has_rebuilt
-        self.layout = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)  # committed
-        self._agreed: tuple[int, dict[str, Any]] | None = None  # in which step, on what
+        # The committed layout, and one that was agreed on, with the step of that.
+        self.layout = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)
+        self._agreed: tuple[int, dict[str, Any]] | None = None
         self._received: object = None  # the last state that came from another replica
 
     def begin(self) -> bool:
-        """Return whether this backward must agree on a layout; equal on all replicas.
+        """Return whether this backward must agree on a layout, equally on all replicas.
 
-        True until a layout in ready order is committed, if options ask for one. Forgets
-        what was agreed on but not committed.
+        It must until a layout in ready order is committed, if the options ask for one.
+        What was agreed on but not committed is forgotten.
         """
         self._agreed = None
         follows = self._reducer.queue.config.follows_ready_order
         return follows and not self.layout["rebuilt"]
 
     def proposal(self) -> Layout | None:
-        """Return the layout for this replica's ready order; None if none is known."""
+        """Return the layout for the ready order of this replica, if that is known."""
         queue, order = self._reducer.queue, self._policy.order
         return layout_after(order, queue.specs, queue.config) if order else None
 
     def agree(self, step: int, layout: Layout | None) -> None:
-        """Store ``layout``, rank 0's `proposal`, for use once ``step`` is committed.
-
-        `follow` then uses it. None: store nothing, so that the present one stays.
-        """
+        """Keep a layout, rank 0's proposal, to be used once ``step`` is committed."""
         if layout is not None:
             specs = self._reducer.queue.specs
             self._agreed = step, to_plain(layout, specs, rebuilt=True)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the layout committed at ``step``, and `_facts`, for one that joins.
+        """Return the layout committed at ``step``, and more, for a replica that joins.
 
-        Also a layout that `follow` has not used yet. Any thread may call this.
+        Any thread may call this.
         """
         layout, agreed = self.layout, self._agreed
         if agreed is not None and step > agreed[0]:
@@ -90,7 +91,7 @@ class Agreement:
         return {"layout": layout, "facts": self._facts()}
 
     def _facts(self) -> list[str]:
-        """Return parameters and options that all replicas must share, as texts."""
+        # Parameters and options that all replicas must have in common.
         queue, params = self._reducer.queue, self._reducer.params
         config = queue.config
         found = [
@@ -100,17 +101,15 @@ class Agreement:
         return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
-        """`adopt` what was agreed on in an earlier step; ``step`` is the present one.
-
-        No-op if there is none, or if that earlier step was not committed.
-        """
+        """Use what was agreed on in an earlier step, if that step is committed."""
         if self._agreed is not None and step > self._agreed[0]:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """`adopt` the layout of another replica's `state`; errors as `layout_of`.
+        """Use the layout of another replica's state; forget what was agreed on here.
 
-        Forgets what was agreed on here. No-op if ``state`` is the last object received.
+        Raises:
+            MiniDPError: That replica has another model, or other options.
         """
         if state is not self._received:
             self.layout_of(state)
@@ -118,10 +117,12 @@ class Agreement:
             self.adopt(state["layout"])
 
     def layout_of(self, state: dict[str, Any]) -> Layout:
-        """Return the layout of another replica's `state`.
+        """Return the layout of another replica's state.
 
-        Raises MiniDPError if its `_facts` (model, options) are not ours: gloo ends a
-        process that receives more than it expects.
+        Raises:
+            MiniDPError: That replica has another model, or other options. This must be
+                found before anything is sent: Gloo ends a process that receives more
+                than it expects.
         """
         theirs, mine = state["facts"], self._facts()
         if theirs != mine:
@@ -138,7 +139,7 @@ class Agreement:
         return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
 
     def adopt(self, plain: dict[str, Any]) -> None:
-        """Store a committed layout; if it is a new one, replace the buckets."""
+        """Use a committed layout; if it is a new one, replace the buckets."""
         layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
         self.layout, self._policy.has_rebuilt = plain, plain["rebuilt"]
         if layout != self._reducer.queue.layout:

@@ -1,6 +1,9 @@
 """Sum the buckets of a backward over the replicas that torchft's manager has found.
 
-The only file that knows torchft: its versions, types, and private names.
+This is the only file that knows torchft: its versions, types, and private names. For
+the rest of minidp a replica is in a group of one rank, the `ReplicaGroup`, whose
+all-reduce makes a `Sum` over the participants. A `Quorum` says who these are, and sums
+all buckets of a backward a second time if one of the participants dies.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger("minidp")
-KNOWN = ("0.2.0",)  # versions whose private names have the meaning that is used below
-KEY = "minidp"  # of the layout, in the state that a joining replica receives
-ATTEMPTS = 3  # how often a backward's gradients travel, until the step is given up
+KNOWN = ("0.2.0",)  # the versions whose private names mean what is assumed below
+KEY = "minidp"  # the key of the layout in the state that a joining replica receives
+ATTEMPTS = 3  # how often gradients are sent before the step is given up
 SUM = ReduceOp.SUM
 
 
 def require_known(version: str) -> None:
-    """Raise ImportError unless ``version`` of torchft is one of `KNOWN`."""
+    """Raise an ImportError for a version of torchft that is not one of `KNOWN`."""
     if version not in KNOWN:
         raise ImportError(
             f"minidp.torchft knows torchft {', '.join(KNOWN)}, but {version} is "
@@ -51,22 +54,19 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """The int 0, whose str() is rank and id of the manager's replica, for errors."""
+    """The rank 0, whose text names the replica, so that errors say which one it is."""
 
     text = "0"
 
     def __str__(self) -> str:
-        """Return what error messages say after the word "rank": "0 of replica 3"."""
+        """Return what errors say after the word "rank": "0 of replica 3"."""
         return self.text
 
 
 class ReplicaGroup(ProcessGroupDummy):  # type: ignore[misc]
-    """A group of one rank for minidp; its all-reduce sums over the participants.
+    """A group of one rank for minidp, whose all-reduce sums over the participants."""
 
-    Set `quorum` after construction, which only reads the manager's id.
-    """
-
-    quorum: Quorum
+    quorum: Quorum  # to be set after the construction
 
     def __init__(self, manager: Any) -> None:
         super().__init__(0, 1)
@@ -76,30 +76,29 @@ class ReplicaGroup(ProcessGroupDummy):  # type: ignore[misc]
             self._me.text = f"{manager._group_rank} of replica {name}"
 
     def rank(self) -> int:
-        """Return 0, as a `Rank`, whose text names the replica."""
+        """Return 0, with a text that names the replica."""
         return self._me
 
     def getBackendName(self) -> str:
-        """Return "torchft", which recordings name as the backend."""
+        """Return what recordings name as the backend."""
         return "torchft"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
-        """Start to sum ``tensors[0]`` over the participants, in place; do not wait.
-
-        ``opts`` is not read. An int32 tensor, a map of used parameters, is copied, to
-        be sent again if a replica dies; `Quorum` fills others again.
-        """
+        """Start to sum the first tensor over the participants, in place."""
         tensor = tensors[0]
-        if tensor.dtype is torch.int32:  # a map of used parameters
+        # If a replica dies, the sum is started again, with what was to be sent at
+        # first. A map of used parameters, which is int32, is kept for that; the
+        # `Quorum` fills buckets again from ``.grad``.
+        if tensor.dtype is torch.int32:
             return Sum(self.quorum, partial(tensor.copy_, tensor.clone()))
-        return Sum(self.quorum, lambda: tensor)  # `Quorum` fills buckets again
+        return Sum(self.quorum, lambda: tensor)
 
 
 class Sum:
-    """Sum one tensor over the participants, in place; a work that is its own future.
+    """The sum of one tensor over the participants: a work that is its own future.
 
-    The constructor starts the sum. ``write`` fills and returns the tensor: it is called
-    by the constructor, and again for each new quorum.
+    The constructor starts it. Before that, and before it is started again for a new
+    quorum, ``write`` is called, which fills and returns the tensor.
     """
 
     def __init__(self, quorum: Quorum, write: Callable[[], torch.Tensor]) -> None:
@@ -109,16 +108,14 @@ class Sum:
         self.launch()
 
     def launch(self) -> None:
-        """Write the tensor and start its sum; again after a change of the quorum."""
+        """Write the tensor, and start its sum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
 
     def end(self) -> None:
-        """Wait for this all-reduce; do not raise its error: the manager stores that.
-
-        On the CPU without the manager's own `wait`: that makes futures, and hands each
-        to a thread with timers, which have nothing to do for a sum that has ended.
-        """
+        """Wait for this all-reduce, whose error the manager keeps."""
+        # The manager's own `wait` makes futures and hands each to a thread with timers.
+        # For a sum on the CPU, which has ended here, they have nothing to do.
         inner = getattr(self.work, "_work", None)
         if inner is None or not self.tensor.is_cpu:
             with waiting():
@@ -131,7 +128,7 @@ class Sum:
             self._quorum.manager.report_error(error)
 
     def get_future(self) -> Sum:
-        """Return itself: it has what `minidp.comm` asks of a future."""
+        """Return itself, because it has what `minidp.comm` asks of a future."""
         return self
 
     def done(self) -> bool:
@@ -139,70 +136,74 @@ class Sum:
         return self.is_over
 
     def wait(self) -> torch.Tensor:
-        """Wait for all sums of this backward (`Quorum.settle`); return the tensor.
+        """Wait for all sums of this backward, and return the tensor.
 
-        `settle` may sum anew over another quorum. If a sum failed for good nothing is
-        raised, but the tensor has no meaning: the manager will not commit the step.
+        If a sum failed for good, nothing is raised. The tensor has no meaning then, but
+        the manager will not commit the step.
         """
         if not self.is_over:
             self._quorum.settle()
         return self.tensor
 
     def add_done_callback(self, call: Callable[[Any], None]) -> None:
-        """Call ``call`` when the all-reduce is over, which may be before `wait`."""
-        # The manager's future completes only when somebody waits for its work.
+        """Call back when the all-reduce is over, which may be before `wait`."""
+        # The manager's own future completes only when somebody waits for its work.
         inner = getattr(self.work, "_work", self.work)
         inner.get_future().add_done_callback(call)
 
 
 class Quorum:
-    """Find out who takes part in each backward; sum over them, again if one dies.
+    """Find out who takes part in each backward, and sum over these replicas.
 
-    The constructor adds the layout to the state that the manager sends to joining
-    replicas (ValueError if a wrapper has done so), and makes the `Agreement`.
+    The constructor adds the bucket layout to the state that the manager sends to
+    joining replicas.
+
+    Raises:
+        ValueError: Another wrapper has added a layout to this manager.
     """
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
         self.manager = manager
-        self.sums: list[Sum] = []  # of this backward, in launch order
-        self.step = -1  # the manager's, when this backward began
-        self.contributors = 1  # in this quorum, to divide by
-        self.seat = 0, 1  # index in the last `members`, and how many these were
+        self.sums: list[Sum] = []  # those of this backward, in launch order
+        self.step = -1  # the manager's step when this backward began
+        self.contributors = 1  # how many there are in this quorum, to divide by
+        self.seat = 0, 1  # the index in the last `members`, and how many these were
         self.agreement = Agreement(reducer)
         self._reducer, self.rank = reducer, reducer.rank
-        self._told: list[int] = []  # participants that were logged last
+        self._told: list[int] = []  # the participants that were logged last
         try:
             manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
-        except AssertionError:  # how torchft says that the key is there
+        except AssertionError:  # so torchft says that the key is there already
             raise ValueError(
                 "This manager has a minidp.torchft.DataParallel already. What to do: "
                 "wrap both networks in one module, or make a manager for each."
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return `Agreement.state` at the manager's step; the manager calls this."""
+        """Return the state for a replica that joins; the manager calls this."""
         return self.agreement.state(self.manager.current_step())
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's gradients count; False: it only receives averages."""
+        """Whether the gradients of this replica count, or it only receives averages."""
         return bool(self.manager.is_participating())
 
     @property
     def has_failed(self) -> bool:
-        """Whether an error is known in this step: the manager will not commit it."""
+        """Whether an error is known in this step, which the manager will not commit."""
         manager = self.manager
         return (manager.errored() or manager._pg.errored()) is not None
 
     def members(self) -> list[int]:
-        """Return the numbers of the replicas in the quorum, after waiting for it.
+        """Wait for the quorum, and return the numbers of the replicas in it.
 
-        If an id ends with no number, or two with the same: 0, 1, ... instead.
+        These are the numbers at the end of their ids, or 0, 1 and so on if an id has
+        none, or if two have the same.
         """
         with waiting():
             count = self.manager.num_participants()
         known = getattr(self.manager._pg, "_global_ranks", None)
-        if known is None or len(set(known)) < count:  # ids without numbers of their own
+        if known is None or len(set(known)) < count:  # ids have no numbers of their own
             return list(range(count))
         return [rank // self.manager._group_world_size for rank in known]
 
@@ -212,20 +213,24 @@ class Quorum:
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
     def launch(self, tensor: torch.Tensor) -> Any:
-        """Start the manager's sum of ``tensor``, in place; return its work.
+        """Start the manager's sum of a tensor, in place, and return its work.
 
-        The manager sends zeros if this replica is catching up.
+        If this replica is catching up, the manager sends zeros.
         """
         return self.manager.allreduce(tensor, reduce_op=SUM)
 
     # -- a backward begins -------------------------------------------------------------
 
     def begin(self) -> int:
-        """Wait for the quorum, replace buckets if due; return the number to divide by.
+        """Wait for the quorum, and return how many contribute, to divide by.
 
-        That is how many replicas contribute, see `_count`. Due: another layout was
-        committed, or comes from the replica to catch up with. Raises as `_find_out` and
-        `Agreement.layout_of`.
+        The buckets are replaced if another layout was committed, or comes from the
+        replica to catch up with.
+
+        Raises:
+            MiniDPError: No quorum was started, the manager cannot save the model, or
+                the other replicas have another model or other options.
+            CollectiveError: No quorum was found.
         """
         self.sums = []
         self._find_out()
@@ -238,11 +243,7 @@ class Quorum:
         return self.contributors
 
     def _find_out(self) -> None:
-        """Wait for the quorum, set `seat`; log the replicas in it if they have changed.
-
-        Raises MiniDPError if none was started or the manager cannot save the model,
-        CollectiveError if none was found.
-        """
+        """Wait for the quorum, and log the replicas in it if they have changed."""
         manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
@@ -255,7 +256,7 @@ class Quorum:
             raise MiniDPError(explain(rank, what, remedy=remedy))
         try:
             now, count = self.members(), int(manager.num_participants())
-        except Exception as error:  # whatever the quorum's thread raised
+        except Exception as error:  # whatever the thread of the quorum has raised
             what = f"No quorum was found for step {manager.current_step()}: {error}."
             expected = "min_replicas of the lighthouse to ask it in quorum_timeout"
             remedy = "look for the lighthouse and for the replicas that are missing, "
@@ -272,10 +273,7 @@ class Quorum:
             self._told = now
 
     def _received(self) -> dict[str, Any] | None:
-        """Return the `state` of the replica that this one catches up with.
-
-        None if it catches up with none. MiniDPError if that one sends no layout.
-        """
+        """Return the state of the replica that this one catches up with, if any."""
         found = self.manager._healing and self.manager._pending_state_dict
         if not found:
             return None
@@ -287,12 +285,10 @@ class Quorum:
         return state
 
     def _count(self) -> int:
-        """Return how many replicas contribute; agree on a layout if that is due.
-
-        If so, and in step 0, waits for an all-reduce over the quorum, because in step 0
-        the manager's own count has replicas whose gradients it sets to zero. Else, or
-        if the all-reduce fails, returns the manager's count, and agrees on nothing.
-        """
+        """Return how many replicas contribute, and agree on a layout if that is due."""
+        # The manager's own count is right, but for step 0: there it counts replicas
+        # whose gradients it sets to zero. So in step 0, and to agree on a layout, there
+        # is one more all-reduce.
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
         count = max(int(manager.num_participants()), 1)
@@ -320,8 +316,8 @@ class Quorum:
     def settle(self) -> None:
         """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
-        At most three times in all, and if `_may_repeat`. Otherwise the manager knows of
-        the error, and will not commit the step. Raises only as `_repeat` does.
+        This is tried three times in all. If it does not help, or gradients cannot be
+        summed again, the manager knows of the error, and will not commit the step.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):
@@ -330,33 +326,32 @@ class Quorum:
             error = manager.errored() or manager._pg.errored()
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break
-            why = str(error).partition("\n")[0]  # without its traceback
+            why = str(error).partition("\n")[0]  # the lines below it are a traceback
             logger.info("Step %d is repeated with the survivors: %s", self.step, why)
-            manager.should_commit()  # False. The next quorum then gets a new group.
+            # The answer is no. But it lets the next quorum get a new group.
+            manager.should_commit()
             manager.start_quorum()
             self._repeat(sums)
         for each in sums:
             each.is_over = True
 
     def _may_repeat(self) -> bool:
-        """Return whether a failed backward can be summed again, from ``.grad``.
-
-        False if ``.grad`` are views of buckets, which hold partial sums; with
-        create_graph=True: sums have a history; with a synchronous quorum, or if this
-        replica was catching up: its gradients are of other parameters than it has then;
-        if the replica has several processes: another one may have noticed no error.
-        """
+        """Return whether a failed backward can be summed again, from ``.grad``."""
+        # Views of buckets hold partial sums by now, and with create_graph=True the sums
+        # have a history. With a synchronous quorum, or if this replica was catching up,
+        # its gradients are of other parameters than it would have then. And if the
+        # replica has several processes, another one may have noticed no error.
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
         is_alone = manager._use_async_quorum and manager._group_world_size == 1
         return is_local and is_alone and not manager._healing
 
     def _repeat(self, sums: list[Sum]) -> None:
-        """Wait for a new quorum; start to sum the local gradients in ``.grad`` over it.
+        """Wait for a new quorum, and start to sum the local gradients over it.
 
-        If another replica has committed the step meanwhile, this one brings zeros (by
-        the manager) to the others' next step, and receives their state and averages; if
-        their buckets differ, it does `_stand_in`. Raises as `begin`.
+        Another replica may have committed the step meanwhile. Then the manager lets
+        this one bring zeros to the next step of the others, whose state and averages it
+        gets. If their buckets differ from ours, see `_stand_in`.
         """
         self._find_out()
         received = self._received()
@@ -374,11 +369,11 @@ class Quorum:
             each.launch()
 
     def _stand_in(self, layout: Layout, others: list[Sum]) -> None:
-        """All-reduce zeros in the buckets of ``layout``, that of the other replicas.
+        """Take part in the others' all-reduces with zeros, in buckets of their layout.
 
-        Waits. Then reports an error, so that this replica does not commit the step: its
-        own buckets cannot be replaced at the end of a backward. ``others``: sums that
-        follow those of the buckets (a map); started again.
+        Our own buckets cannot be replaced at the end of a backward. So an error is
+        reported, for this replica not to commit the step. The ``others`` are sums that
+        follow those of the buckets, and are started again.
         """
         for plan in layout.buckets:
             zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)

@@ -1,14 +1,18 @@
 """`DataParallel` over replicas that may die and come back.
 
-    forward      the manager looks for a quorum, in its own thread
-    backward     first gradient: wait for the quorum. Full buckets: start the manager's
-                 all-reduce, wait for nothing
-    its end      wait for all buckets. Has a replica died, a new quorum sums the same
-                 local gradients, divided by the number of replicas left
+This is what happens in a step::
+
+    forward      the manager looks for a quorum, in a thread of its own
+    backward     the first gradient waits for the quorum. A full bucket starts the
+                 manager's all-reduce, and waits for nothing
+    its end      all buckets are waited for. If a replica has died, a new quorum sums
+    the
+                 same local gradients, divided by the number of replicas that are left
     step         torchft's optimizer asks the manager whether to commit it
 
-For the rest of minidp a replica is alone, in a group of one rank whose all-reduce is
-the manager's (`quorum.ReplicaGroup`) and whose divisor is the number of contributors.
+For the rest of minidp a replica is alone, in a group of one rank. The all-reduce of
+that group is the manager's (`quorum.ReplicaGroup`), and its divisor is the number of
+contributors.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ class DataParallel(data_parallel.DataParallel):
     """`minidp.DataParallel` over the replicas of a torchft ``Manager``.
 
     Train as with torchft's own DDP. The manager needs ``state_dict`` and
-    ``load_state_dict`` of model and optimizer; the bucket layout is added to it. Module
-    buffers stay each replica's own, but a joining one receives some::
+    ``load_state_dict`` of model and optimizer, and the bucket layout is added to these.
+    Module buffers stay each replica's own, but a joining replica receives some::
 
         model = minidp.torchft.DataParallel(manager, net)
         optimizer = torchft.Optimizer(manager, torch.optim.AdamW(net.parameters()))
@@ -43,17 +47,17 @@ class DataParallel(data_parallel.DataParallel):
             optimizer.step()                 # if the manager commits the step
 
     Args:
-        manager: torchft's, for this module only.
-        module: with the same parameters in all replicas.
-        options: those of `minidp.DataParallel`. ``hang_timeout`` has no effect: the
-            timeout of the manager's process group holds.
+        manager: A torchft ``Manager``, for this module only.
+        module: The module, with the same parameters in all replicas.
+        options: The options of `minidp.DataParallel`. ``hang_timeout`` has no effect,
+            because the timeout of the manager's process group holds.
 
     Raises:
-        ValueError: an option, or a model, that does not go with changing replicas.
-        MiniDPError: in a backward: no quorum was started, or the manager cannot save
+        ValueError: An option, or the model, does not go with changing replicas.
+        MiniDPError: In a backward, if no quorum was started, or the manager cannot save
             the model.
-        UnsyncedGradientsError: an optimizer steps, but the manager has not committed
-            the step of the last backward.
+        UnsyncedGradientsError: In a step of an optimizer, if the manager has not
+            committed the step of the last backward.
     """
 
     def __init__(self, manager: Any, module: nn.Module, **options: Any) -> None:
@@ -71,12 +75,7 @@ class DataParallel(data_parallel.DataParallel):
         self._guard.precondition = averaging.refuse_uncommitted
 
     def _refuse_options(self, reducer: Reducer) -> None:
-        """Raise ValueError if an option is set that changing replicas do not allow.
-
-        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every,
-        averages over items, a search for the bucket layout; and a module with sparse
-        gradients.
-        """
+        """Raise a ValueError for what does not go with replicas that change."""
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
@@ -95,18 +94,21 @@ class DataParallel(data_parallel.DataParallel):
 
     @property
     def participants(self) -> list[int]:
-        """Numbers of the replicas in the quorum: the digits at the end of their ids.
+        """The numbers of the replicas in the quorum, catching up or not.
 
-        Places in the quorum if ids end with no number, or two with the same. Waits for
-        the quorum. Includes replicas that are catching up.
+        These are the numbers at the end of their ids, or places in the quorum if an id
+        has none, or if two have the same. This waits for the quorum.
         """
         return self._quorum.members()
 
     def reset(self, *, copy_from: int | None = None) -> None:
-        """Recover from a backward that raised; the manager will not commit its step.
+        """Recover from a backward that raised, whose step the manager will not commit.
 
-        Not a collective. Keeps the committed bucket layout. Call ``zero_grad()`` next.
-        ValueError for ``copy_from``: the manager heals a replica that is behind.
+        It waits for no other replica. Call ``zero_grad()`` next.
+
+        Raises:
+            ValueError: ``copy_from`` was passed. The manager heals a replica that is
+                behind.
         """
         if copy_from is not None:
             _refuse("copy_from in reset()", "the manager heals replicas by itself")
@@ -116,15 +118,15 @@ class DataParallel(data_parallel.DataParallel):
         quorum.agreement.adopt(layout)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Raise ValueError: the manager reduces the buckets."""
+        """Raise a ValueError, because the manager reduces the buckets."""
         _refuse("register_comm_hook()", "the manager reduces the buckets")
 
     def step_in_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError: the manager commits a step only after its backward."""
+        """Raise a ValueError: the manager commits a step only after its backward."""
         _refuse("step_in_backward()", "the manager commits a step after its backward")
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError: a replica that ran out of inputs may just leave."""
+        """Raise a ValueError: a replica that has run out of inputs may just leave."""
         _refuse("join()", "a replica without inputs may leave, and the others go on")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -139,18 +141,18 @@ def _refuse(what: str, why: str) -> None:
 
 
 class _ByContributors(Averaging, Observer):
-    """The reducer's `Averaging`: divides by the number of contributors in the quorum.
+    """Divide by the number of contributors in the quorum, and watch over steps.
 
-    Also an observer, see `finished`. `DataParallel` registers it, and lets the
-    optimizer guard call `refuse_uncommitted` before steps; the constructor waits for
-    nothing.
+    It is the `Averaging` of the reducer, and also an observer. The optimizer guard
+    calls `refuse_uncommitted` before each step.
     """
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         batched = reducer.queue.config.batched_grad_copy
         device = reducer.queue.specs[0].device
         super().__init__(reducer.communicator, device, batched=batched)
-        self._quorum, self._reducer = quorum, weakref.proxy(reducer)  # it holds us
+        # The reducer holds this object, so this one holds the reducer weakly.
+        self._quorum, self._reducer = quorum, weakref.proxy(reducer)
         self.no_shared_memory = "the manager reduces the buckets"
 
     @property
@@ -161,23 +163,22 @@ class _ByContributors(Averaging, Observer):
     def share(
         self, layout: Layout, messages: Sequence[SmallMessage], *, asks: bool
     ) -> list[SharedBuffer]:
-        """Return [], whatever the arguments: no bucket lies in shared memory."""
+        """Return [], because no bucket lies in shared memory here."""
         return []
 
     def begin(self) -> None:
-        """Wait for the quorum, and fix this backward's divisor, as `Averaging.begin`.
+        """Wait for the quorum, and fix the divisor of this backward.
 
-        `Quorum.begin` may replace the buckets, before any is filled; raises as that
-        does.
+        This may replace the buckets, none of which is filled yet.
         """
         self.num_contributors = self._quorum.begin()
         super().begin()
 
     def finished(self) -> None:
-        """Set ``.grad`` to None where no contributor used the parameter.
+        """Set ``.grad`` to None where no contributor has used the parameter.
 
-        Only with find_unused_parameters, and if this replica does not contribute: there
-        ``.grad`` still holds its local gradient, whereas contributors have None.
+        Contributors have None there. A replica that does not contribute still has its
+        local gradient, so only that has something to do.
         """
         queue = self._reducer.queue
         if queue.config.find_unused_parameters and not self._quorum.contributes:
@@ -186,7 +187,7 @@ class _ByContributors(Averaging, Observer):
                 param.grad = param.grad if count else None
 
     def refuse_uncommitted(self) -> None:
-        """Raise UnsyncedGradientsError if the last backward's step is not committed."""
+        """Raise an UnsyncedGradientsError if the last step is not committed."""
         step, rank = self._quorum.step, self._quorum.rank
         if self._quorum.manager.current_step() == step:
             what = f"An optimizer steps, but the manager has not committed step {step}."

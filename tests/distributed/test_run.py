@@ -135,7 +135,7 @@ NEVER = "raise AssertionError"
         ({}, ["--save", ".", "train.py"], "it is a folder"),
         ({}, ["--html", "none/page.html", "train.py"], "page.html: there is no folder"),
         ({"MINIDP_HANG_TIMEOUT": "soon"}, ["train.py"], "TIMEOUT=soon: expected a"),
-        ({"WORLD_SIZE": "2"}, ["--compare", "train.py"], "torchrun or -n start"),
+        ({"WORLD_SIZE": "2"}, ["--compare", "train.py"], "started by torchrun or -n"),
     ],
 )
 def test_nothing_runs_that_could_not_end_well(
@@ -155,7 +155,7 @@ def test_nothing_runs_that_could_not_end_well(
 def test_at_least_one_rank(ran, capsys):
     with pytest.raises(SystemExit):
         ran("-n", "0", "train.py")
-    assert "at least one rank, but got 0" in capsys.readouterr().err
+    assert "1 or more, but got 0" in capsys.readouterr().err
 
 
 FORKS = """

@@ -1,7 +1,7 @@
-"""Check the results and the bandwidth of collectives, and a probe's gradients.
+"""Check the results and the bandwidth of collectives, and gradients of a probe model.
 
-All ranks call each ``check_*``; `timebox.Runner` runs it in a thread with a time limit,
-on a group with a short timeout.
+All ranks call each ``check_...`` together. `timebox.Runner` runs it in a thread with a
+time limit, on a group with a short timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MODULUS = 1021  # sums of small whole numbers are exact in float32
 
 
 def judge_backends(*, has_gpus: bool) -> Finding:
-    """Return failed if torch lacks the backend: nccl with GPUs, else gloo; or ok."""
+    """Judge whether this torch has the backend that is needed here."""
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     backends = [name for name in names if getattr(dist, f"is_{name}_available")()]
     found = f"this torch has {join(backends) or 'none'}"
@@ -48,10 +48,11 @@ def judge_backends(*, has_gpus: bool) -> Finding:
 def check_all_reduce(
     group: ProcessGroup, device: torch.device, num_bytes: int
 ) -> Finding:
-    """Collective: all-reduce 6 times, or 2 if slow; return `judge_all_reduce` of them.
+    """Measure an all-reduce and check its sums, in a few rounds.
 
-    The time is the largest of the ranks' medians, without the first round. All ranks
-    judge the same numbers (two further all-reduces).
+    The first round does not count, because it connects the ranks. All ranks judge the
+    same numbers, those of the slowest one: the ranks' medians and errors are reduced to
+    their maxima.
     """
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
@@ -70,7 +71,7 @@ def check_all_reduce(
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         return worst.tolist()
 
-    # The slowest rank decides, so that all ranks agree; the first round connects.
+    # All ranks must run equally many rounds, so the time of the slowest one decides.
     first, wrong = worst(measure())
     rounds = [measure() for _ in range(_ROUNDS if first < _LONG_SECONDS else 1)]
     times, errors = zip(*rounds, strict=True)
@@ -81,10 +82,7 @@ def check_all_reduce(
 def judge_all_reduce(
     num_bytes: int, world_size: int, seconds: float, wrong: int
 ) -> Finding:
-    """Judge an all-reduce: failed if ``wrong``, the number of wrong elements, is not 0.
-
-    Else a warning if bus bandwidth < 12.5 MB/s (from 1 MiB on, several ranks), or ok.
-    """
+    """Judge an all-reduce by its number of wrong elements, and by its bandwidth."""
     size = f"{num_bytes:,} B"
     if wrong:
         return failed(
@@ -99,7 +97,10 @@ def judge_all_reduce(
     speed = moved / max(seconds, 1e-9)
     found += f", {speed / 1e6:.1f} MB/s bus bandwidth"
     if world_size > 1 and num_bytes >= 2**20 and speed < _SLOW:
-        remedy = "is this the fast network? set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        remedy = (
+            "is this the fast network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            "choose another one"
+        )
         return warning(found, remedy)
     return ok(found)
 
@@ -107,7 +108,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Collective: read all clocks after 5 barriers; judge the round of least spread."""
+    """Read the clocks of all ranks after a barrier, and judge how much they differ."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)
@@ -115,14 +116,16 @@ def check_clocks(
         now[group.rank()] = clock()
         dist.all_reduce(now, group=group)
         rounds.append((now - now[0]).tolist())
-    # Ranks leave a barrier at different times: use the round with the least spread.
+    # Ranks leave a barrier at different times, which looks like a difference of clocks.
+    # The round in which they were closest disturbs least.
     return judge_clocks(min(rounds, key=lambda offsets: max(offsets) - min(offsets)))
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Collective: return ok; its text says if ranks share buckets' memory, or why not.
+    """Say whether ranks share the memory of buckets, or why not. Both are ok.
 
-    Raise NativeError instead if they cannot, but MINIDP_SHARED_MEMORY=1.
+    Raises:
+        NativeError: They cannot, but MINIDP_SHARED_MEMORY=1 asks for it.
     """
     found = share([(1, torch.float32)], Communicator(group), device)
     if isinstance(found, str):
@@ -135,10 +138,9 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Collective: run a backward of a small model in ``wrap``; judge its gradients.
+    """Check that a small model in ``wrap`` gets the mean of all ranks' gradients.
 
-    Failed if they differ between ranks or are not close to the ranks' mean; a warning
-    if torch's DDP gives other bits; or ok.
+    It must get them on each rank. If torch's DDP gives other bits, that is a warning.
     """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)
@@ -172,7 +174,7 @@ def check_gradients(
 
 
 def _probe() -> nn.Module:
-    """Return a small CPU model with the same parameter values at each call."""
+    """Return a small model, whose parameters have the same values in each call."""
     probe = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     generator = torch.Generator().manual_seed(0)
     for param in probe.parameters():
@@ -183,7 +185,7 @@ def _probe() -> nn.Module:
 def _gradients(
     module: nn.Module, rank: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Run one backward on a batch seeded by ``rank``; return copies of gradients."""
+    """Run one backward on a batch that depends on ``rank``; return the gradients."""
     generator = torch.Generator().manual_seed(1000 + rank)
     batch = torch.randn(8, 16, generator=generator).to(device)
     module(batch).pow(2).mean().backward()

@@ -1,4 +1,4 @@
-"""Judge the variables of a launch, and the machine: /dev/shm, threads, GPUs."""
+"""Judge what a launcher has set, and the machine: /dev/shm, threads, GPUs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Launch:
 
     rank: int
     world_size: int
-    local_rank: int | None  # None: not set
+    local_rank: int | None  # None if it is not set
     local_world_size: int | None
     address: str  # of the store
     port: int
-    is_agents: bool  # torchrun's agent serves the store; else rank 0 opens it
+    is_agents: bool  # whether torchrun's agent serves the store, and not rank 0
 
     @property
     def has_several_hosts(self) -> bool:
-        """Return True if LOCAL_WORLD_SIZE is known and less than WORLD_SIZE."""
+        """Whether the job is known to have ranks on other hosts, too."""
         count = self.local_world_size
         return count is not None and count < self.world_size
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Parse the variables of a launch, which `judge_launch` has found valid."""
+    """Return this process's place in the job, once `judge_launch` finds no fault."""
     numbers = {name: int(env[name]) for name in _NUMBERS if env.get(name)}
     return Launch(
         rank=numbers["RANK"],
@@ -51,10 +51,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Judge a launch's variables: failed if some are missing, wrong or contradictory.
-
-    Skipped if none is set; a warning if only LOCAL_RANK is missing; or ok.
-    """
+    """Judge whether the variables of a launch are set, valid, and fit together."""
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
         found = f"this process is alone: none of {join(LAUNCH)} is set"
@@ -63,7 +60,7 @@ def judge_launch(env: Mapping[str, str]) -> Found:
     if required:
         present = join(name for name in LAUNCH if env.get(name))
         found = f"{required} not set, although {present} is"
-        return failed(found, f"start with torchrun, or set {required}")
+        return failed(found, f"start with torchrun, or set {required} yourself")
     problems = [
         failed(f"{name}={env[name]!r} is not a whole number", f"set {name} to a number")
         for name in _NUMBERS
@@ -79,7 +76,6 @@ def judge_launch(env: Mapping[str, str]) -> Found:
 
 
 def _contradictions(launch: Launch) -> Iterator[Finding]:
-    """Yield a failed finding for each value that does not fit another one."""
     rank, count = launch.local_rank, launch.local_world_size
     if launch.rank >= launch.world_size:
         found = f"RANK={launch.rank}, but WORLD_SIZE={launch.world_size}"
@@ -100,23 +96,26 @@ def _contradictions(launch: Launch) -> Iterator[Finding]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address means "this host" on each host, as ``localhost``."""
+    """Return whether an address means "this host" on each host, as localhost does."""
     names = ("localhost", "::1", "0.0.0.0", "::")
     return address in names or address.startswith("127.")
 
 
 def judge_shared_memory() -> Finding:
-    """Judge free /dev/shm: failed below 16 MiB, a warning below 512 MiB; or ok."""
+    """Judge whether /dev/shm has room for the batches that workers of loaders send."""
     total, _, free = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {free / 2**30:.3g} GiB free of {total / 2**30:.3g} GiB"
-    remedy = "else loaders' workers crash: docker run --shm-size=8g (or --ipc=host)"
+    remedy = (
+        "give it more, or workers of loaders crash: docker run --shm-size=8g (or "
+        "--ipc=host)"
+    )
     if free < 512 * 2**20:  # Docker's default is 64 MiB
         return (failed if free < 16 * 2**20 else warning)(found, remedy)
     return ok(found)
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if several processes' torch threads exceed the cores; or ok."""
+    """Warn if the torch threads of several processes are more than the cores."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)
@@ -124,27 +123,23 @@ def judge_threads(processes: int) -> Finding:
         return ok(found)
     if threads > fair:
         return warning(found, f"set OMP_NUM_THREADS={fair}")
-    remedy = f"processes take turns: start at most {cores} on this host, if for speed"
+    remedy = f"processes take turns; to be fast, start at most {cores} on this host"
     return warning(found, remedy)
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Judge GPUs by number: failed if fewer than processes, a warning if more; or ok.
-
-    Skipped if torch sees none. A warning if CUDA_VISIBLE_DEVICES shows only one to this
-    of several processes.
-    """
+    """Judge whether this host has as many GPUs as processes."""
     num_gpus = torch.cuda.device_count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"
     if num_gpus == 0:
         return skipped("torch sees no GPU: training runs on the CPU, with Gloo")
     if num_gpus == 1 and num_processes > 1 and env.get("CUDA_VISIBLE_DEVICES"):
-        found = "this process sees one GPU, other processes perhaps others"
-        return warning(found, 'it is "cuda:0" in each of them, and not LOCAL_RANK')
+        found = "this process sees one GPU; other processes may see others"
+        return warning(found, 'call it "cuda:0" in each process, and not by LOCAL_RANK')
     if num_gpus < num_processes:
         remedy = f"start {num_gpus} processes (--nproc-per-node), one for each GPU"
         return failed(found, remedy)
     if num_gpus > num_processes:
-        remedy = f"idle GPUs: --nproc-per-node {num_gpus}, if they are yours"
+        remedy = f"if the idle GPUs are yours, too: --nproc-per-node {num_gpus}"
         return warning(found, remedy)
     return ok(found)

@@ -14,16 +14,16 @@ from minidp.doctor.words import join
 from .ranks import digest_of, digest_of_states, judge_streams
 
 _SPLIT = (
-    "DataLoader(dataset, sampler=DistributedSampler(dataset), shuffle=False): the "
+    "use DataLoader(dataset, sampler=DistributedSampler(dataset), shuffle=False): this "
     "sampler shuffles and splits; call sampler.set_epoch(epoch) before each epoch"
 )
 Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the loader's sampler or batch sampler that splits data by rank.
+    """Return the loader's sampler or batch sampler that splits the data by rank.
 
-    If neither does, ``loader.sampler``; None if there is no such attribute.
+    If neither does, it is the sampler; None if the loader has none.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
@@ -32,16 +32,15 @@ def sampler_of(loader: Any) -> Any:
 
 
 def splits(sampler: Any) -> bool:
-    """Return whether a sampler splits data by rank (has ``num_replicas``, ``rank``)."""
+    """Return whether a sampler splits the data by rank, as DistributedSampler does."""
     return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
 
 
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
-    """Judge whether a loader's sampler gives this rank a part of its own.
+    """Judge whether the sampler of a loader gives this rank a part of its own.
 
-    Ok: it splits for this rank; or does not, but there is one rank, or a Subset.
-    Failed: made for another rank or world size, or no dataset. Warning: each rank reads
-    all. Skipped: an IterableDataset, or a sampler of an unknown class.
+    The check fails for a sampler that was made for another rank, and warns of one that
+    reads everything on each rank. What cannot be seen from outside is skipped.
     """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
@@ -76,7 +75,7 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 
 
 def read_loader(loader: Any) -> dict[str, Any]:
-    """Return facts of a loader for the judges in `COMPARED`; None for what it lacks."""
+    """Return facts of a loader, for `COMPARED`. What it does not tell is None."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     samples, subset = _length(dataset), None
     if isinstance(dataset, Subset):
@@ -98,35 +97,35 @@ def read_loader(loader: Any) -> dict[str, Any]:
 
 
 def _length(sized: Any) -> int | None:
-    """Return ``len(sized)``; None if it has no length."""
     with suppress(TypeError, NotImplementedError):
         return len(sized)
     return None
 
 
 def judge_batches(of_rank: Facts) -> Finding:
-    """Judge numbers of batches: failed if unequal; skipped if one is None; or ok."""
+    """Judge whether all ranks have equally many batches."""
     counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
     if None in counts.values():
         return skipped("the loader has no length")
     if len(set(counts.values())) > 1:
         rows = join(f"{count} on rank {rank}" for rank, count in counts.items())
         remedy = (
-            "else the last step hangs: one dataset, drop_last=True, or model.join()"
+            "use the same dataset on all ranks, drop_last=True, or model.join(); as it "
+            "is, the last step hangs"
         )
         return failed(rows, remedy)
     return ok(f"{next(iter(counts.values()))} on each rank")
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Return failed if ranks' samplers overlap, a warning if Subsets are equal; or ok.
+    """Judge whether the parts that the ranks read overlap.
 
-    Overlap: two have one rank, or seeds, lengths, epochs differ. [] with one rank, or
-    if neither all have a sampler that splits nor all a Subset.
+    The parts of two samplers overlap if both were made for the same rank, and also if
+    they shuffle differently, because their seeds, lengths or epochs differ.
     """
     all_facts = [*of_rank.values()]
     if len(all_facts) == 1:
-        return []  # judge_sampler has reported on the sampler
+        return []  # `judge_sampler` has said everything
     if not all(facts["splits"] for facts in all_facts):
         subsets = [facts["subset"] for facts in all_facts]
         if None in subsets:

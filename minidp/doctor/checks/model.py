@@ -28,24 +28,25 @@ from minidp.replica import sum_of_bits
 
 from .ranks import digest_of_states, judge_streams
 
-SMALL_BATCH = 16  # samples per rank below which batch norm's statistics are noisy
+SMALL_BATCH = 16  # with fewer samples per rank, statistics of batch norm are noisy
 Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
 
 
 def synchroniser(model: nn.Module) -> nn.Module | None:
-    """Return ``model`` if it is a DDP object, else the one attached to it, or None."""
+    """Return the DDP object of a model: itself, or one attached to it; else None."""
     is_wrapper = isinstance(model, DistributedDataParallel)
     return model if is_wrapper else attached_to(model)
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the DDP object (of ``model`` if none), or ``default``."""
-    wrapper = synchroniser(model)  # None if compiled: that forwards attributes
+    """Return an attribute of the model's DDP object, or ``default``."""
+    # A compiled model has no DDP object here, but forwards attributes to it.
+    wrapper = synchroniser(model)
     return getattr(model if wrapper is None else wrapper, name, default)
 
 
 def wrapped_module(model: nn.Module) -> nn.Module:
-    """Return the module inside a `DataParallel` or torch's DDP; else ``model``."""
+    """Return the module inside a wrapper, or the model if it has none."""
     if not isinstance(model, DistributedDataParallel):
         return model
     module: nn.Module = model.module
@@ -53,11 +54,7 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
-    """Yield one failed finding for lazy modules or no tensors; else `judge_places`.
-
-    If all tensors are on one device, also `judge_own_gpu`, and failed if the batch is
-    on another device and the model has no ``device_ids``.
-    """
+    """Judge on which devices the model and the batch are."""
     module = wrapped_module(model)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if any(isinstance(child, LazyModuleMixin) for child in module.modules()):
@@ -65,7 +62,7 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
         yield failed("the model has lazy modules: no shapes yet", remedy)
         return
     if not tensors:
-        yield failed("the model has no parameters", "is it the right one?")
+        yield failed("the model has no parameters", "pass the model that is trained")
         return
     of_device: dict[torch.device, list[str]] = defaultdict(list)
     for name, tensor in tensors:
@@ -82,10 +79,7 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
 
 
 def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
-    """Judge where tensors are: failed on meta, or CPU and GPU; several GPUs: warning.
-
-    On one device: ok. ``of_device``: names of the model's tensors.
-    """
+    """Judge where the tensors of a model are, from their names by device."""
     places = (
         f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
         for device, names in of_device.items()
@@ -94,12 +88,14 @@ def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
     kinds = {device.type for device in of_device}
     if "meta" in kinds:
         remedy = (
-            "tensors on meta have no values: module.to_empty(device=...), then load"
+            "call module.to_empty(device=...), then load values: tensors on meta have "
+            "none"
         )
         return failed(found, remedy)
     if len(kinds) > 1:
         remedy = (
-            "model.to(device); tensors made in __init__ belong in register_buffer()"
+            "call model.to(device), and let __init__ register the tensors that it "
+            "makes by register_buffer()"
         )
         return failed(found, remedy)
     if len(of_device) > 1:
@@ -109,24 +105,17 @@ def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
 
 
 def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
-    """Yield a warning if the model is on another GPU than LOCAL_RANK's, or nothing.
-
-    Nothing also if this process sees only one GPU, or LOCAL_RANK is not set.
-    """
+    """Warn if the model is on another GPU than the one with the number LOCAL_RANK."""
     rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     is_gpu = device.type == "cuda" and count > 1 and rank.isdecimal()
     if is_gpu and device.index != int(rank):
         found = f"LOCAL_RANK is {rank}, but the model is on {device}"
-        remedy = "torch.cuda.set_device(LOCAL_RANK) first, then model.to('cuda')"
+        remedy = "call torch.cuda.set_device(LOCAL_RANK) first, then model.to('cuda')"
         yield warning(found, remedy)
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Return a warning if BatchNorm sees under 16 samples per rank; skipped; or ok.
-
-    Ok also with one rank, or if no layer in training mode is unsynchronised. Skipped:
-    the batch is None or has no tensor with dimensions.
-    """
+    """Warn if batch norm sees so few samples that its statistics are noisy."""
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})
@@ -141,7 +130,7 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
     if samples < SMALL_BATCH:
         remedy = (
             f"each normalises over {samples} samples, not {samples * world_size}, and "
-            f"with fewer than {SMALL_BATCH} statistics are noisy: model = "
+            f"with fewer than {SMALL_BATCH} statistics are noisy: call model = "
             "minidp.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
         )
         return warning(found, remedy)
@@ -149,11 +138,10 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
 
 
 def check_unused(model: nn.Module, batch: Any) -> Finding:
-    """Run one forward; judge ``find_unused_parameters`` by the graph of its outputs.
+    """Run one forward, and judge whether ``find_unused_parameters`` is set rightly.
 
-    Failed: unset, but a parameter is unused (before wrapping a warning), or the forward
-    raises. Warning: set without need. Skipped: no batch, or outputs without a graph.
-    Else ok. No collective; module buffers and random states stay.
+    The graph of the outputs tells which parameters are used. Without the option the
+    second step would raise if one is not; with it, but without need, each step is slow.
     """
     if batch is None:
         return skipped("needs a forward", "pass a batch to check_model")
@@ -183,7 +171,10 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
         found = f"{join(unused, 4)} of {len(params)} take no part in the outputs"
         return (warning if synchroniser(model) is None else failed)(found, remedy)
     if is_set and not unused:
-        remedy = "leave it out if no batch needs it (doctor.watch looks at many): slow"
+        remedy = (
+            "leave it out if no batch needs it, because it is slow (doctor.watch looks "
+            "at many batches)"
+        )
         found = "find_unused_parameters is set, but this batch uses every parameter"
         return warning(found, remedy)
     if is_set:
@@ -193,7 +184,11 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """In the block, put SyncBatchNorm in eval; then restore it, and random states."""
+    """In the block, run a forward that leaves no trace and waits for no other rank.
+
+    SyncBatchNorm would communicate, so it is in eval mode meanwhile. Afterwards it and
+    the random states are what they were.
+    """
     norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
     synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
@@ -211,9 +206,9 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
 
 
 def read_model(model: nn.Module) -> dict[str, Any]:
-    """Return a model's facts for the judges in `COMPARED`: checksums, random states...
+    """Return the facts of a model, for `COMPARED`.
 
-    If parameters cannot be read, "unreadable" says why, else it is "".
+    If its parameters cannot be read, "unreadable" says why.
     """
     module = wrapped_module(model)
     drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p]
@@ -231,16 +226,15 @@ def read_model(model: nn.Module) -> dict[str, Any]:
             for name, p in params.items()
         }
         facts["sums"] = {name: int(sum_of_bits(p)) for name, p in params.items()}
-    except Exception as error:  # the check of devices reports the cause
+    except Exception as error:  # the check of devices has found the cause
         facts["unreadable"] = in_words(error)
     return facts
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Judge parameters: failed if ranks differ in names, shapes, dtypes, requires_grad.
+    """Judge whether the parameters of all ranks are the same, but for ignored ones.
 
-    If in values only: failed if all ranks have wrapped the model, else ok. Ok if equal.
-    Skipped if a rank could not read its own. Parameters that DDP ignores do not count.
+    Before wrapping, other values are no mistake: the constructor copies rank 0's.
     """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():

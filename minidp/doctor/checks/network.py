@@ -22,11 +22,10 @@ _RETRY_SECONDS = 0.2
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
-    """Judge the store's port: `_check_own_port` on a rank 0 that itself serves it.
+    """Check that the store's address can be looked up, and that its port can be used.
 
-    Else connect, in ``seconds`` at most (a refused connection is tried again): failed
-    if the port does not answer. Failed on any rank if the address cannot be looked up;
-    or ok.
+    A rank 0 that will serve the store itself looks whether the port is free. The other
+    ranks connect, for ``seconds`` at most, because rank 0 may not listen yet.
     """
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
@@ -43,7 +42,10 @@ def check_port(launch: Launch, seconds: float) -> Finding:
             socket.create_connection(place, max(0.1, left)).close()
             return ok(f"{found} answers")
         except TimeoutError:
-            remedy = "a firewall, or the wrong network: is the address that of rank 0?"
+            remedy = (
+                "is the address that of rank 0? else a firewall or the wrong network "
+                "may be the cause"
+            )
             return failed(f"{found}: no answer within {seconds:g} s", remedy)
         except OSError as error:
             if left <= 0 or not isinstance(error, ConnectionRefusedError):
@@ -54,10 +56,7 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Connect to torchft's lighthouse in ``seconds`` at most: ok, or failed.
-
-    Failed also for an ``url`` without scheme or host.
-    """
+    """Check that torchft's lighthouse answers within ``seconds``."""
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")
@@ -66,24 +65,25 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
         socket.create_connection(address, seconds).close()
     except (OSError, ValueError) as error:
         remedy = (
-            "torchft_lighthouse starts one; or look at host and port: http://host:29510"
+            "start one with torchft_lighthouse, or mend the address, which is written "
+            "like http://host:29510"
         )
         return failed(f"{said}: {error}", remedy)
     return ok(f"{said} answers")
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:
-    """Open the port and close it: failed if it is in use, or ok.
-
-    A warning if ``address`` is none of this host. Raise other errors of the socket.
-    """
+    """Check that this host has the address, and that the port is free."""
     host, port, *scope = address
     try:
         socket.create_server(("", port)).close()
         socket.create_server((host, 0, *scope), family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            remedy = f"end who holds it (ss -ltnp 'sport = :{port}'), or take another"
+            remedy = (
+                f"end the process that holds it (`ss -ltnp 'sport = :{port}'` names "
+                "it), or set another MASTER_PORT"
+            )
             return failed(f"port {port} is in use", remedy)
         if error.errno != errno.EADDRNOTAVAIL:
             raise
@@ -104,10 +104,17 @@ def judge_interfaces(
     several_hosts: bool,
     has_gpus: bool,
 ) -> Iterator[Finding]:
-    """Judge the interfaces of Gloo and (with GPUs) NCCL: each failed if missing, or ok.
+    """Judge which interfaces Gloo, and with GPUs NCCL, will use.
 
-    Failed, too: only loopback with several hosts. ``addresses``: by interface;
-    ``host_address``: of the host's name, to tell which interface Gloo takes.
+    An interface must exist, and with several hosts it must not be the loopback.
+
+    Args:
+        env: The environment variables of this process.
+        addresses: The address of each interface of this host.
+        host_address: The address of the host's own name, whose interface Gloo takes
+            unless it is told another one.
+        several_hosts: Whether the job has ranks on other hosts.
+        has_gpus: Whether NCCL will be used.
     """
     here = f"this host has {join(addresses)}"
     wanted = env.get("GLOO_SOCKET_IFNAME", "")
@@ -123,7 +130,7 @@ def judge_interfaces(
     found = f"Gloo uses {name}{f' ({address})' if address else ''}, {why}"
     if lacking:
         found = f"GLOO_SOCKET_IFNAME={wanted}: no interface {join(lacking)}"
-        yield failed(found, f"{here}; or unset it")
+        yield failed(found, f"set it to one that exists, or unset it; {here}")
     elif several_hosts and (name == "lo" or is_loopback(address)):
         yield failed(
             found, f"other hosts cannot reach it: set GLOO_SOCKET_IFNAME; {here}"
@@ -140,10 +147,11 @@ def judge_interfaces(
 
 
 def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
-    """Return those ``names`` of interfaces that match ``pattern``, NCCL_SOCKET_IFNAME.
+    """Return the names of interfaces that a value of NCCL_SOCKET_IFNAME allows.
 
-    Prefixes with commas between; ``=`` in front: whole names; ``^``: all but these.
-    Empty: all but lo and docker, unless there is nothing else.
+    The pattern is a list of prefixes with commas between. With ``=`` in front they are
+    whole names, and with ``^`` all other interfaces are allowed. An empty pattern
+    allows all but lo and docker, unless there is nothing else.
     """
     if not pattern:
         outside = [n for n in names if not n.startswith(("lo", "docker"))]
@@ -159,7 +167,10 @@ def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
 
 
 def read_interfaces() -> tuple[dict[str, str], str]:
-    """Return IPv4 addresses by interface, and that of the host's name; "" if none."""
+    """Return the IPv4 address of each interface, and that of the host's own name.
+
+    An address is "" where there is none.
+    """
     addresses = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
     get_address = 0x8915  # SIOCGIFADDR
     for name in addresses:

@@ -1,7 +1,7 @@
 """Compare facts between ranks: world size, software, settings, GPUs, clocks.
 
-Facts are a dict per rank, gathered by a `Meeting`; a rank with another version of
-minidp may lack some.
+The facts of a rank are a dict, and a `Meeting` gathers those of all ranks. A rank with
+another version of minidp may lack some.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .variables import judge_equal_variables, relevant
 
 PACKAGE = Path(__file__).parents[2]  # minidp/
 Facts = Mapping[str, Any]  # of one rank
-# Coarse bounds, so that all ranks and runs report the same.
+# The bounds are coarse, so that all ranks and all runs report the same.
 _SKEWS = {0.01: "10 ms", 0.1: "0.1 s", 1.0: "1 s"}
 
 
 def read_facts(
     env: Mapping[str, str], world_size: int, local_rank: int | None
 ) -> Facts:
-    """Return this process's facts, for `COMPARED`: host, GPU, versions, variables..."""
+    """Return the facts of this process, for `COMPARED`."""
     index = index_of_gpu(local_rank)
     return {
         "host": socket.gethostname(),
@@ -45,11 +45,8 @@ def read_facts(
 
 
 def read_versions() -> dict[str, str]:
-    """Return versions of Python, torch, numpy, minidp (and a digest of its sources).
-
-    With a GPU also of CUDA and NCCL.
-    """
-    digest = hashlib.sha256()  # two checkouts of one version may differ
+    """Return the versions of all software on which gradients may depend."""
+    digest = hashlib.sha256()  # two checkouts of minidp may have the same version
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
     versions = {
@@ -66,26 +63,23 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return the index of this process's GPU: 0 if it sees one, else its local rank.
-
-    None if there is no such GPU, or ``local_rank`` is None and several are seen.
-    """
+    """Return the index of the GPU that belongs to this process; None if not known."""
     count = torch.cuda.device_count()
-    # A process that sees one GPU has no choice; else the local rank is its number.
+    # A process that sees one GPU has no choice. Otherwise the local rank is its number.
     index = 0 if count == 1 else local_rank
     return index if index is not None and index < count else None
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return a GPU's UUID, the same in every process of the host."""
+    """Return the UUID of a GPU, which is the same in every process of the host."""
     properties: Any = torch.cuda.get_device_properties(device)
     return str(properties.uuid)
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Yield failed if WORLD_SIZE differs by rank, a warning if some are missing, or ok.
+    """Judge which ranks came, from the facts of those that did.
 
-    Then one more failed if ``claims``, the number of processes of ``rank``, is over 1.
+    ``claims`` is the number of processes that say they are this ``rank``.
     """
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}
@@ -94,7 +88,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
         found = f"WORLD_SIZE is {join(sorted(sizes))} on different ranks"
         yield failed(found, "start all ranks with the same WORLD_SIZE")
     elif len(facts) < max(sizes):
-        yield warning(found, "what follows is of these only")
+        yield warning(found, "find out why the others did not; what follows lacks them")
     else:
         yield ok(found)
     if claims > 1:
@@ -103,7 +97,10 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Return failed per differing version (numpy, Python's patch: warning), or ok."""
+    """Judge whether all ranks run the same software.
+
+    Another version of numpy, or another patch of Python, is only warned of.
+    """
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
@@ -124,10 +121,7 @@ def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
 
 
 def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
-    """Judge GPUs: failed if ranks share one or only some have one; skipped if none has.
-
-    Ok if each has its own.
-    """
+    """Judge whether each rank has a GPU of its own."""
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, facts in of_rank.items():
         ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
@@ -136,17 +130,19 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
         return skipped("no rank sees a GPU")
     shared = [of_ranks(ranks) for ranks in owners.values() if len(ranks) > 1]
     if shared:
-        remedy = "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before all else"
+        remedy = (
+            "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before all else"
+        )
         return failed(f"{join(shared)} use the same GPU", remedy)
     lacking = [rank for rank, facts in of_rank.items() if not facts.get("gpu")]
     if lacking:
-        found = f"no GPU on {of_ranks(lacking)}, but on the others"
+        found = f"no GPU on {of_ranks(lacking)}, whereas the others have one"
         return failed(found, "start one process for each GPU")
     return ok("every process has its own")
 
 
 def judge_clocks(offsets: Sequence[float]) -> Finding:
-    """Return a warning if clocks (s ahead of rank 0's) are over 1 s apart; or ok."""
+    """Warn if clocks are far apart, from the seconds that each is ahead of rank 0's."""
     skew = max(offsets) - min(offsets)
     bound = next((text for limit, text in _SKEWS.items() if skew <= limit), "")
     if bound:
@@ -157,7 +153,7 @@ def judge_clocks(offsets: Sequence[float]) -> Finding:
 
 
 def digest_of_states() -> dict[str, str]:
-    """Return digests of random generators' states, by library (CUDA's if in use)."""
+    """Return digests of the states of all random generators, by library."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state().tolist(),
         "random": random.getstate(),
@@ -169,14 +165,14 @@ def digest_of_states() -> dict[str, str]:
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest (16 hex digits) of a value's ``repr``."""
+    """Return a short digest of the ``repr`` of a value."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if some random state is equal on all ranks, and used; or ok.
+    """Warn if a random state is equal on all ranks, and something draws from it.
 
-    Used: by dropout or a dataset's transform on some rank (``draws``). One rank: ok.
+    That may be dropout, or a transform of a dataset.
     """
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
@@ -188,7 +184,10 @@ def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
     who = next(filter(None, (facts["draws"] for facts in of_rank.values())), "")
     if not who:
         return ok(f"equal on all ranks ({same}); nothing seen uses it")
-    remedy = "after the model is made: torch.manual_seed(seed + rank); so random, numpy"
+    remedy = (
+        "call torch.manual_seed(seed + rank) after the model is made, and seed random "
+        "and numpy in the same way"
+    )
     return warning(f"{who}, and all ranks draw the same numbers ({same})", remedy)
 
 

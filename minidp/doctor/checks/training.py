@@ -1,4 +1,4 @@
-"""Judge what the ranks' training logs show (``doctor.watch``)."""
+"""Judge what the training logs of all ranks show (``doctor.watch``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Return a warning if two epochs in a row had the same number on a rank; or ok.
-
-    Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, a sampler without
-    an ``epoch`` attribute, or under 2 epochs.
-    """
+    """Warn if two epochs in a row had the same number, and so the same order."""
     first = logs[min(logs)]
     if not first["sees_epochs"]:
         return skipped("no loader whose epochs can be seen", "watch(model, loader)")
@@ -41,10 +37,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if two ranks had the same ones, or ok.
-
-    Skipped if a rank had none.
-    """
+    """Judge whether two ranks were fed the same batches, by the first few of each."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -58,10 +51,10 @@ def judge_same_batches(logs: Logs) -> Finding:
 
 
 def judge_same_replicas(logs: Logs) -> Finding:
-    """Judge parameters at begin and end: failed if ranks differ, or ok.
+    """Judge whether the replicas were equal at the beginning and at the end.
 
-    A warning if they differ at the end only, after steps in ``no_sync()``. Skipped: not
-    wrapped, or the log lacks them.
+    If they differ only at the end, after steps inside ``no_sync()``, it may be local
+    SGD. So that is only a warning.
     """
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
         return _NOT_WRAPPED
@@ -87,34 +80,34 @@ def judge_same_replicas(logs: Logs) -> Finding:
         )
         return warning(found, remedy)
     remedy = (
-        "call the wrapper and not model.module; one backward for each forward; look "
-        "for what changes parameters on some ranks only: load_state_dict, updates by "
-        "hand, random numbers, unsynced='ignore'"
+        "call the wrapper and not model.module, and run one backward for each forward; "
+        "else find what changes parameters on some ranks only: load_state_dict, "
+        "updates by hand, random numbers, unsynced='ignore'"
     )
     return failed(found, remedy)
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if several reduced backwards precede the usual step; or ok.
+    """Warn if a usual optimizer step has several synchronised backwards before it.
 
-    Usual: the median on the lowest rank, of steps with any; skipped if there is none.
+    The usual step is the median of one rank.
     """
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
         return skipped("no synchronised backward before an optimizer step seen")
     usual = statistics.median_low(seen)
     if usual > 1:
-        remedy = "all forwards and backwards but the last belong inside model.no_sync()"
+        remedy = "put all forwards and backwards but the last inside model.no_sync()"
         found = f"{usual} synchronised backwards for each optimizer step"
         return warning(found, remedy)
     return ok(f"one synchronised backward for each of {len(seen)} steps")
 
 
 def judge_mean_of_means(logs: Logs) -> Finding:
-    """Return a warning if batches of one step differ in size, within or between ranks.
+    """Warn if the batches of one step differ in size, on one rank or between ranks.
 
-    Else ok, and always with average_over="items". Skipped: not wrapped, or a rank made
-    no step.
+    A gradient is then the mean of means, in which a sample of a small batch counts
+    more.
     """
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
@@ -135,18 +128,15 @@ def judge_mean_of_means(logs: Logs) -> Finding:
         f"{odd[0]}: {join(texts, 4)}), and each has the same weight in the gradient"
     )
     remedy = (
-        'if the loss is a mean: DataParallel(..., average_over="items") and '
-        "loss = model.weigh_loss(loss, n), n: samples, or labels that count; or "
-        "drop_last=True"
+        'if the loss is a mean, pass average_over="items" to DataParallel and call '
+        "loss = model.weigh_loss(loss, n), where n is the number of samples, or of "
+        "labels that count; or pass drop_last=True to the loader"
     )
     return warning(found, remedy)
 
 
 def judge_find_unused(logs: Logs) -> Finding:
-    """Return a warning if find_unused_parameters is set, but no step needed it; or ok.
-
-    Skipped if it is set, and some rank made no step.
-    """
+    """Warn if find_unused_parameters is set, but no step has needed it."""
     if not logs[min(logs)]["finds_unused"]:
         return ok("not set")
     steps = min(len(log["backwards"]) for log in logs.values())
@@ -161,27 +151,28 @@ def judge_find_unused(logs: Logs) -> Finding:
 
 
 def judge_saving(logs: Logs) -> Finding:
-    """Judge ``torch.save``: failed if two ranks of a host wrote one path, or ok."""
+    """Judge whether two ranks of a host have saved to the same file."""
     writers = Counter(
         (log["host"], path) for log in logs.values() for path in {*log["saved"]}
     )
     twice = [path for (_, path), count in writers.items() if count > 1]
     if twice:
-        remedy = "torch.save on rank 0 only, then dist.barrier() before others read it"
+        remedy = (
+            "call torch.save on rank 0 only, then dist.barrier() before others read it"
+        )
         return failed(f"several ranks wrote {join(twice, 2)}", remedy)
     return ok("no file was written by two ranks")
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if other ranks printed no less than the lowest one; or ok.
-
-    Ranks that printed nothing never count.
-    """
+    """Warn if other ranks have printed as many lines as the lowest one."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:
         found = f"{of_ranks(noisy)}: as many lines as on rank {first} ({usual})"
-        remedy = "if dist.get_rank() == 0: print(...); average what you log over ranks"
+        remedy = (
+            "print on rank 0 only, and average what you log over the ranks before that"
+        )
         return warning(found, remedy)
     return ok("on one rank" if usual else "nothing")
 

@@ -1,4 +1,4 @@
-"""Judge environment variables of communication; compare them between ranks."""
+"""Judge environment variables of communication, and compare them between ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COSTS = {
 
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that concern communication, value by name."""
+    """Return the environment variables that concern communication."""
     return {
         name: env[name]
         for name in sorted(env)
@@ -54,34 +54,35 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> list[Finding]:
-    """Return `_judge` of each variable of communication; one ok finding without any."""
+    """Judge each variable that concerns communication: is it slow, or misspelt?"""
     findings = [_judge(name, value) for name, value in relevant(env).items()]
     return findings or [ok("no NCCL_*, GLOO_* or debugging variable is set")]
 
 
 def _judge(name: str, value: str) -> Finding:
-    """Return a warning if slow or misspelt, failed if torchft needs a number; or ok."""
     said = f"{name}={value}"
     if cost := _COSTS.get((name, value.upper())):
-        remedy = f"fine while looking for a fault; else unset {name}"
+        remedy = f"unset {name}, unless you are looking for a fault with it"
         return warning(f"{said}: {cost}", remedy)
     is_number = name.startswith("TORCHFT_") and name.endswith(_NUMBERS)
     if is_number and not value.strip().isdecimal():
-        found = f"{said}: torchft ends when it reads it, because it is no whole number"
+        found = f"{said}: it is no whole number, and torchft ends when it reads that"
         return failed(found, f"write it like {name}=60")
     if name in KNOWN:
         return ok(said)
-    # Also names that torch has changed since: NCCL_BLOCKING_WAIT has TORCH_ in front.
+    # This also finds names that torch has changed since: today NCCL_BLOCKING_WAIT has
+    # TORCH_ in front.
     similar = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.85)
     if similar:
-        return warning(f"{said}: unknown here", f"did you mean {similar[0]}?")
+        return warning(f"{said}: an unknown variable", f"did you mean {similar[0]}?")
     return ok(f"{said}: a setting that this doctor does not know")
 
 
 def judge_equal_variables(of_rank: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return a warning per variable that ranks set differently; if none, one ok.
+    """Warn of each variable that ranks have set differently.
 
-    Those of a process or host may differ: interfaces, visible GPUs, files.
+    Variables that belong to one process or host may differ: interfaces, visible GPUs
+    and files.
     """
     variables = {rank: facts.get("variables", {}) for rank, facts in of_rank.items()}
     findings = []

@@ -2,8 +2,8 @@
 
 Python imports this file at its start, because PYTHONPATH names its folder
 (`run/children`). Once torch is imported, if ever, `Finder` imports minidp and calls
-`run.children.join`. Any Python may run this file: it must be quick, use only the
-standard library, and never raise.
+`run.children.join`. Any Python program that the script starts runs this file, so it
+must be quick, use only the standard library, and never raise.
 """
 
 import importlib
@@ -17,12 +17,12 @@ PARENT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))  # of this mini
 
 
 class Finder:
-    """Import hook: once torch is imported, import this minidp, and call its `join`."""
+    """An import hook that imports this minidp once torch is imported, and joins it."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Return the spec of torch or this minidp, made to call `_imported` at the end.
+        """Return a spec for torch and minidp whose loader calls `_imported` at its end.
 
-        None for all other modules.
+        All other modules are left to the other finders.
         """
         found = None
         if name == "minidp":
@@ -37,10 +37,7 @@ class Finder:
 
 
 def _call_after(loader: Any, name: str) -> None:
-    """Make the loader call `_imported` once it has executed the module ``name``.
-
-    Its ``exec_module`` is replaced for the next call only.
-    """
+    """Make a loader call `_imported` once, when it has executed the module ``name``."""
     plain = loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -53,14 +50,11 @@ def _call_after(loader: Any, name: str) -> None:
 
 
 def _imported(name: str) -> None:
-    """Import minidp once torch is imported; once minidp is imported, call `join`.
-
-    After torch do nothing if minidp itself imports it. Print any error; raise none.
-    """
+    """After torch, import minidp; after minidp, join the run. Errors are printed."""
     try:
         if name == "minidp":
             importlib.import_module("minidp.run.children").join()
-        elif "minidp" not in sys.modules:  # else it is importing torch just now
+        elif "minidp" not in sys.modules:  # otherwise minidp is what imports torch
             importlib.import_module("minidp")
     except Exception as error:
         sys.stderr.write(
@@ -71,9 +65,9 @@ def _imported(name: str) -> None:
 
 
 def run_hidden() -> None:
-    """Import the user's own ``sitecustomize``, which this file hides, if any.
+    """Import the user's own ``sitecustomize``, if there is one: this file hides it.
 
-    First remove this folder from ``sys.path``. Raise what the user's file raises.
+    What the user's file raises passes through.
     """
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
     this = sys.modules.pop("sitecustomize")

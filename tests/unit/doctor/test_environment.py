@@ -111,9 +111,8 @@ def test_a_host_that_does_not_answer(monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", wait)
-    says(
-        check_port(read_launch(SOUND), 2), FAILED, "no answer within 2 s -> a firewall"
-    )
+    finding = check_port(read_launch(SOUND), 2)
+    says(finding, FAILED, "no answer within 2 s -> is the address that of rank 0?")
 
 
 def test_a_lighthouse_of_torchft_that_does_not_answer_fails():
@@ -125,7 +124,7 @@ def test_a_lighthouse_of_torchft_that_does_not_answer_fails():
     for wrong in (url, "http://localhost", "http://localhost:port"):
         finding = check_lighthouse(wrong, 2)
         says(finding, FAILED, f"TORCHFT_LIGHTHOUSE={wrong}: ")
-        says(finding, FAILED, "-> torchft_lighthouse starts one")
+        says(finding, FAILED, "-> start one with torchft_lighthouse")
 
 
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": ""}

@@ -34,7 +34,7 @@ def files(tmp_path):
     [
         ([], 2, "what is wrong with this machine"),
         (["doctor", "--help"], 0, "--json"),
-        (["native", "--help"], 0, "compile csrc/"),
+        (["native", "--help"], 0, "compile the extension"),
         (["report", "--help"], 0, "with minidp.record(model) as rec:"),
         (["run", "--help"], 0, "torchrun ... -m minidp.run train.py ARGS"),
         (["tune", "--help"], 0, "minidp tune -n 2 --out buckets.json train.py ARGS"),
@@ -99,7 +99,10 @@ def test_a_misspelt_option_is_named_by_its_own_command(words, option, value, cap
             "--hang-timeout, --out? (",
         ),
         (["run", "--zzz", "x.py"], "run: error: unrecognized arguments: --zzz (`mini"),
-        (["run", "-n", "two", "x.py"], "argument -n: at least one rank, but got two"),
+        (
+            ["run", "-n", "two", "x.py"],
+            "argument -n: expected how many ranks to start, 1 or more, but got two",
+        ),
         (["run", "--limit", "x", "x.py"], "a positive number of seconds, not x"),
     ],
 )
