@@ -48,13 +48,14 @@ def tests(folder: str, *names: str) -> tuple[str, ...]:
 
 # Whatever decides the bits of a gradient: `tests/mutants.py` shows that this is enough.
 FAST = (
-    *folders("accumulation", "unused_parameters", "gradients", "views"),
+    *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
     *folders("layout", "comm_hooks", "items", "join", "step_in_backward"),
     *folders("replicas", "guard", "module"),
     *tests("constructor", "arguments"),
     *tests("torch_names", "fixed"),
     *tests("compile", "dynamo_split"),
     *tests("reset", "reset", "failed_ranks"),
+    *tests("groups", "subgroups"),
     *tests("hang", "waits"),
     *tests("wrong_uses", "wrong_words"),
     *tests("repository", "architecture"),
@@ -69,11 +70,12 @@ NATIVE_FAST = (
 # What touches hooks and copies; other tests do not know whether there is an extension.
 # Who is missing does not depend on them, so there is no folder "hang".
 NATIVE = (
-    *folders("accumulation", "unused_parameters", "gradients", "views"),
+    *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
     *folders("comm_hooks", "items", "join", "step_in_backward", "guard", "module"),
     *folders("many_objects"),
     *tests("constructor", "arguments"),
     *tests("reset", "reset", "failed_ranks"),
+    *tests("groups", "subgroups"),
     *tests("recording", "recording"),
     *tests("wrong_uses", "wrong_words"),
 )

@@ -12,9 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from minidp import CommHookError, DataParallel, comm_hooks
-from tests.reset.test_failed_ranks import TwoLayers, backward, trains
 from tests.support.both import done, error_of, wrapped
 from tests.support.ranks import on_ranks
+from tests.support.two_layers import TwoLayers, backward, trains
 from tests.wrong_uses.bad_hooks import fail, failed
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]

@@ -7,7 +7,6 @@ import inspect
 import pickle
 import warnings
 from collections import OrderedDict, namedtuple
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import minidp
 from minidp import DataParallel
-from minidp.data_parallel import arguments
 from minidp.data_parallel.inputs import moved
 from minidp.replica.parameters import examine
 from tests.support.oracle import TAKES, skip_unless_torch_takes
@@ -294,7 +292,7 @@ def test_delayed_parameters_may_come_from_an_iterator(lone_group):
     for each in (ddp, copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         (found,) = each._delay_all_reduce_params
         assert found is each.module[0].w
-        assert each._reducer.queue.layout.assignment == ((1,), (0,))
+        assert each.bucket_layout["buckets"] == [["1.w"], ["0.w"]]
 
 
 # --------------------------------------------------------------------- choice of group
@@ -336,51 +334,6 @@ def test_difference_group_comes_before_the_delayed_arguments(lone_group, mesh):
     }
     assert type(error_of(DistributedDataParallel, Scale, options)) is ValueError
     assert type(error_of(DataParallel, Scale, options)) is RuntimeError
-
-
-# -------------------------------------------------------------------------- buffers
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "at_construction", "text"),
-    [
-        (None, None, True, ""),
-        (True, None, True, "`broadcast_buffers` is deprecated. Use `forward_sync_buff"),
-        (False, None, False, "`broadcast_buffers` is deprecated. Use `forward_sync_bu"),
-        (None, True, True, ""),
-        (None, False, True, ""),
-        (True, False, True, "Both `broadcast_buffers` and `forward_sync_buffers` were"),
-        (False, True, True, "Both `broadcast_buffers` and `forward_sync_buffers` were"),
-    ],
-)
-def test_buffer_flags_are_torchs(lone_group, old, new, at_construction, text):
-    skip_unless_torch_takes(["forward_sync_buffers"])
-    options = {"broadcast_buffers": old, "forward_sync_buffers": new}
-    flags = []
-    for wrap in (DistributedDataParallel, DataParallel):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ddp = wrap(nn.BatchNorm1d(2), **options)
-        assert [w.category for w in caught] == [FutureWarning] * bool(text)
-        flags.append((ddp.forward_sync_buffers, ddp.broadcast_buffers))
-    assert flags[0] == flags[1]
-    assert all(str(w.message).startswith(text) for w in caught)  # ours
-    assert all(w.filename == __file__ for w in caught)
-    with pytest.warns(FutureWarning, match="`check_reduction` is depre") as caught:
-        DataParallel(Scale(), check_reduction=True)
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = arguments._buffer_flags(SimpleNamespace(**options))
-    assert found == (flags[0][0], at_construction)
-
-
-def test_broadcast_buffers_is_an_alias(lone_group):
-    ddp = DataParallel(nn.BatchNorm1d(2), forward_sync_buffers=False)
-    assert ddp.broadcast_buffers is False
-    ddp.broadcast_buffers = True
-    assert ddp.forward_sync_buffers is True
-    assert ddp.will_sync_module_buffers() is True
 
 
 # ----------------------------------------------------------- which parameters take part

@@ -10,10 +10,10 @@ from torch import nn
 
 from minidp import DataParallel, NonFiniteGradientError
 from minidp.core.nonfinite import _is_surely_finite
-from tests.reset.test_failed_ranks import make as make_two_layers
-from tests.reset.test_failed_ranks import trains
 from tests.support.both import done, error_of
 from tests.support.ranks import on_ranks
+from tests.support.two_layers import make as make_two_layers
+from tests.support.two_layers import trains
 
 BIG = torch.finfo(torch.float32).max
 

@@ -20,10 +20,10 @@ from torch.futures import Future
 
 from minidp import DataParallel, comm_hooks
 from minidp.config import options as config_options
-from tests.reset.test_failed_ranks import TwoLayers, backward, trains
 from tests.support.both import error_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
+from tests.support.two_layers import TwoLayers, backward, trains
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 

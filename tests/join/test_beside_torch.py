@@ -118,17 +118,19 @@ def test_error_inside_join_ends_it(ctx):
     ddp = wrapped(ctx, Scalars())
     error_in_join(ddp, lambda: ddp(x_of(ctx)).backward(), raise_own, **NEW_DIVISOR)
     assert not ddp._join_config.enable
-    assert ddp._reducer.communicator.has_failed
     ddp.zero_grad()
     ddp(x_of(ctx)).backward()
     assert values(ddp) == [1.5]
+    ddp.reset()  # its collectives may be half done: not to be kept
+    assert ddp.process_group is not ctx.group
 
 
 @on_ranks(2)
 def test_errors_in_a_disabled_join_leave_the_group_as_it_is(ctx):
     ddp = wrapped(ctx, Scalars())
     error_in_join(ddp, raise_own, enable=False)
-    assert not ddp._reducer.communicator.has_failed
+    ddp.reset()
+    assert ddp.process_group is ctx.group
 
 
 @on_ranks(2)
@@ -149,8 +151,13 @@ def test_joined_rank_applies_no_gradient_of_an_earlier_shadow(ctx):
 
 @on_ranks(2)
 def test_steps_of_a_joined_rank_are_those_of_the_others(ctx):
+    """Each one, as it is made: the end of join() copies parameters in any case."""
     ddp = wrapped(ctx, Scalars(2), find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    optimizer.register_step_post_hook(
+        lambda *_: history.append([p.item() for p in ddp.parameters()])
+    )
     ddp.step_in_backward(optimizer)
     with ddp.join():
         for i in range(4 if ctx.rank == 0 else 1):
@@ -158,7 +165,8 @@ def test_steps_of_a_joined_rank_are_those_of_the_others(ctx):
             ddp(torch.ones(1), (0, 1) if i < 2 else (0,)).backward()
     ddp.zero_grad()
     ddp(torch.ones(1)).backward()
-    return [p.item() for p in ddp.parameters()]
+    assert len({tuple(each) for each in history}) == 5
+    return history
 
 
 @on_ranks(2, fresh={"group_timeout": 2.0})

@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import MODES, error_of, wrapped
+from tests.support.both import MODES, error_of
 from tests.support.ranks import on_ranks
+from tests.support.two_layers import TwoLayers, backward, make, trains
 
 pytestmark = pytest.mark.fault
 
 SECONDS = 3.0  # timeout of the process group
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, *, skip: bool = False) -> torch.Tensor:
-        return self.a(x) if skip else self.b(self.a(x))
-
-
-def make(ctx: Any, **options: Any) -> DataParallel:
-    return wrapped(ctx, TwoLayers(), **options)
-
-
-def backward(ddp: DataParallel, *, skip: bool = False) -> None:
-    ddp(torch.ones(1, 4), skip=skip).sum().backward()
-
-
-def trains(ctx: Any, ddp: DataParallel) -> bool:
-    """Whether the gradients of the next steps are the mean over ranks."""
-    right = True
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(torch.ones(1, 4) * (ctx.rank + 1 + step)).sum().backward()
-        oracle = TwoLayers()
-        oracle.load_state_dict(ddp.module.state_dict())
-        for rank in range(ctx.world_size):
-            oracle(torch.ones(1, 4) * (rank + 1 + step)).sum().backward()
-        for mine, theirs in zip(ddp.parameters(), oracle.parameters(), strict=True):
-            right &= torch.allclose(mine.grad, theirs.grad / ctx.world_size)
-    return right
 
 
 on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})

@@ -5,6 +5,7 @@ What raises in a backward: `tests/reset/test_failed_ranks.py`.
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from minidp import CollectiveError
 from minidp.comm import groups
-from tests.support.both import Two, error_of, values, wrapped, x_of
+from tests.support.both import Scalars, Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
@@ -174,3 +175,14 @@ def test_a_rank_that_never_comes_is_named():
         text = results[rank].message
         assert text.startswith(f"[rank {rank}] reset() waited 7 s in vain.")
         assert "no call on rank(s) 1. What to do: a dead rank cannot be reset" in text
+
+
+@on_ranks(2)
+def test_a_copy_on_one_rank_does_not_disturb_reset(ctx):
+    ddp = wrapped(ctx, Scalars(2))
+    if ctx.rank == 0:
+        copy.deepcopy(ddp)
+    other = wrapped(ctx, Scalars(2))
+    other(x_of(ctx), [0]).sum().backward()
+    other.reset()
+    other(x_of(ctx)).sum().backward()

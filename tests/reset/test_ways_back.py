@@ -7,79 +7,21 @@ One rank misses a step, or has other weights; then training goes on after ``rese
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minidp import DataParallel, attach
 from tests.support.both import error_of, same, wrapped
-from tests.support.ranks import as_in_torch, on_ranks
+from tests.support.optimized import OPTIMIZERS, Own, made, state_of, step, told
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
 
 MISMATCH = "ReplicaMismatchError: [rank {}] The replicas differ: at the beginning of"
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    # One step changes weights by less than what rounding may explain.
-    "adam": lambda params: torch.optim.Adam(params, lr=1e-5, amsgrad=True),
-    "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=1),
-}
-
-
-class Own(torch.optim.Optimizer):
-    """A class that minidp knows nothing of: momentum, at a rate that may be 0."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure):
-        closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                state["m"] = state.get("m", 0) + param.grad
-                param -= group["lr"] * state["m"]
-
-
-def made(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-def loss_of(net: Any, seed: int) -> torch.Tensor:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-    return net(x).square().mean()
-
-
-def step(ctx: Any, net: Any, optimizer: Any, number: int = 0, *, raises: bool = False):
-    optimizer.zero_grad()
-    loss = loss_of(net, 10 * number + ctx.rank)
-    loss.backward()
-    if raises:
-        return
-    optimizer.step(lambda: torch.zeros(()))  # LBFGS needs a loss: equal on all ranks
-
-
-def state_of(net: nn.Module, optimizer: Any = None) -> Any:
-    """Return copies of parameters and of the optimizer's state."""
-    found = [param.detach().clone() for param in net.parameters()]
-    inner = {} if optimizer is None else copy.deepcopy(optimizer.state_dict())
-    return [found, inner]
-
-
-def told(call: Any) -> list[str]:
-    """Return the warnings of ``call()`` that name a rank."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [text for each in caught if "[rank" in (text := str(each.message))]
 
 
 def missed(ctx: Any, net: Any, optimizer: Any, steps: int = 3) -> None:
@@ -338,56 +280,6 @@ def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
     for number in range(4):
         step(ctx, ddp, optimizer, number)
     return state_of(ddp)
-
-
-# ------------------------------------------------------------------- after join()
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_equal_after_uneven_inputs(ctx, name):
-    """Momentum of the rank that trained longest, as its parameters."""
-    ddp = wrapped(ctx, made())
-    optimizer = OPTIMIZERS[name](ddp.parameters())
-    for epoch in range(2):
-
-        def train(epoch=epoch):
-            with ddp.join():
-                for number in range(2 * ctx.rank):  # rank 0 has none
-                    step(ctx, ddp, optimizer, number + epoch)
-
-        assert not told(train)
-    return state_of(ddp, optimizer)
-
-
-@as_in_torch(2)
-def test_even_inputs_keep_torch_s_bits(ctx, wrap):
-    ddp = wrap(made())
-    optimizer = OPTIMIZERS["momentum"](ddp.parameters())
-    for _ in range(2):
-        with ddp.join():
-            for number in range(2):
-                step(ctx, ddp, optimizer, number)
-    return state_of(ddp, optimizer)
-
-
-@on_ranks(2)
-def test_what_join_cannot_copy_is_named(ctx):
-    ddp = wrapped(ctx, made())
-    optimizer = Own(ddp.parameters())
-
-    def train():
-        with ddp.join():
-            for number in range(1 + ctx.rank):
-                step(ctx, ddp, optimizer, number)
-
-    (text,) = told(train)
-    assert "The end of join() " in text
-    assert "cannot copy the state of Own." in text
-    assert "rank 1's state of these" in text
-    if ctx.rank == 0:
-        assert "gave all ranks rank 1's parameters" in text
-        assert "Optimizer steps: Own: 1 on rank 0, 2 on rank 1." in text
 
 
 # -------------------------------------------------------------------- excused mistakes

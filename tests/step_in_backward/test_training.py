@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from minidp import DataParallel, comm_hooks
-from minidp.core.reducer import Phase
 from minidp.errors import MiniDPError, ReducerFailedError
 from tests.support.both import error_of, grads, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks
@@ -258,18 +257,6 @@ def test_sync_gradients_steps_and_no_sync_does_not(ctx):
     assert net.weight.tolist() == [[-1.5, -1.5]]
 
 
-@on_ranks(2)
-def test_joined_ranks_step_along(ctx):
-    net = nn.Linear(3, 2)
-    ddp = wrapped(ctx, net)
-    ddp.step_in_backward(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
-    with ddp.join():
-        for step in range(2 + 2 * ctx.rank):
-            ddp.zero_grad()
-            ddp(batch(ctx, step)).sum().backward()
-    return params_of(net)
-
-
 class Breaks(torch.optim.SGD):
     is_broken = False
 
@@ -293,9 +280,9 @@ def test_a_step_that_raises_is_named_and_reset_leads_out(ctx):
         "of luck What to do: call reset() on all ranks, and load parameters and "
         "optimizer from a checkpoint"
     )
-    with pytest.raises(ReducerFailedError):
-        ddp(batch(ctx, 0))
-    assert ddp._reducer.phase.now is Phase.FAILED
+    for _ in range(2):
+        with pytest.raises(ReducerFailedError):
+            ddp(batch(ctx, 0))
     assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
     optimizer.is_broken = False
     ddp.reset()

@@ -16,24 +16,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
 from minidp import DataParallel
-from tests.support.both import (
-    Scalars,
-    done,
-    grads,
-    modes,
-    on_both,
-    same,
-    values,
-    wrapped,
-    x_of,
-)
+from tests.support.both import Scalars, grads, modes, on_both, same, values, x_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import as_in_torch, on_ranks
-
-POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -147,79 +134,12 @@ def test_ignored_and_data_parallel_parameters(lone_group):
     pairs = list(DataParallel._get_data_parallel_params(module, named_params=True))
     assert [name for name, _ in pairs] == ["inner.bias"]
     ddp = DataParallel(module)  # torch's wants ".w" for the root, besides
-    assert ddp._reducer.names == ("inner.bias",)
+    assert ddp.bucket_layout["buckets"] == [["inner.bias"]]
     module = Deep()
     DataParallel._set_params_and_buffers_to_ignore_for_model(module, [".w"])
     assert module.w._ddp_ignored
-    assert DataParallel(module)._reducer.names == ("inner.weight", "inner.bias")
-
-
-# ----------------------------------------------------------------- module buffer hooks
-
-
-class Marked(Scalars):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mark", torch.zeros(1))
-
-
-@as_in_torch(2)
-@pytest.mark.parametrize("location", [PRE, POST])
-def test_module_buffer_hooks(ctx, wrap, location):
-    """Averages a module buffer; the works are awaited in the next backward."""
-    seen = []
-    works = []
-
-    def hook(state, module_buffers):
-        seen.append(" ".join(module_buffers))
-        assert state is seen
-        work = dist.all_reduce(module_buffers["mark"], group=ctx.group, async_op=True)
-        works.append(work)
-        return [work.get_future()]
-
-    ddp = wrap(Marked())
-    ddp._register_buffer_comm_hook(seen, hook, location)
-    history = []
-    for step, kind in enumerate(["sync", "no_sync", "no_sync", "sync", "sync"]):
-        ddp.module.mark.fill_(10.0 * step + ctx.rank)
-        if kind == "no_sync":
-            with ddp.no_sync():
-                ddp(x_of(ctx)).backward()
-        else:
-            ddp(x_of(ctx)).backward()
-            history.append(ddp.module.mark.item())
-        for work in works:  # those of no_sync() are still owed
-            work.wait()
-    return history, seen
-
-
-@on_ranks(2)
-def test_futures_are_awaited_and_nobody_is_left_out(ctx):
-    """A future that fails; then several at once, with a clipped step besides."""
-    ddp = wrapped(ctx, Scalars())
-    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    awaited = []
-
-    def owe(future):
-        ddp._reducer.queue.owed.append(future)
-
-    failed = torch.futures.Future()
-    failed.set_exception(ValueError("no"))
-    owe(failed)
-    with pytest.raises(RuntimeError, match="waiting for what a hook owes"):
-        ddp(x_of(ctx)).backward()
-    ddp.reset()
-    ddp.zero_grad()
-    for number in (1, 2):
-        owe(done(number).then(lambda future: awaited.append(future.value())))
-    ddp.step_in_backward(optimizer, clip_grad_norm=0.25)
-    ddp(x_of(ctx)).backward()
-    assert len(ddp._reducer.queue.owed) == 0
-    owe(torch.futures.Future())
-    ddp._update_process_group(ctx.group)  # what was owed is forgotten
-    ddp(x_of(ctx)).backward()
-    assert awaited == [1, 2]
-    assert ddp.module.w[0].item() == pytest.approx(0.5)
+    (bucket,) = DataParallel(module).bucket_layout["buckets"]
+    assert set(bucket) == {"inner.weight", "inner.bias"}
 
 
 # ------------------------------------------------------------- changes after wrapping
@@ -250,30 +170,6 @@ def test_set_static_graph(ctx, wrap, when):
     return history, ddp.static_graph, ddp._get_ddp_logging_data()["static_graph"]
 
 
-@as_in_torch(3)
-def test_update_process_group(ctx, wrap):
-    """From three ranks to two of them, the other way round."""
-    ddp = wrap(Scalars(2))
-    ddp(x_of(ctx)).backward()
-    ddp(x_of(ctx)).backward()
-    if ctx.rank == 0:
-        return values(ddp)
-    ddp._update_process_group(ctx.subgroups[(1, 2)])
-    for _ in range(3):
-        ddp.zero_grad()
-        ddp(x_of(ctx)).backward()
-    found = values(ddp), ddp._has_rebuilt_buckets
-    assert found[0] == [2.5, 2.5]
-    for uses in ([0, 1], [0]):
-        ddp._check_reducer_finalized()
-        ddp(x_of(ctx), uses).backward()
-    with pytest.raises(RuntimeError, match="did not receive grad for rank") as caught:
-        ddp.reducer._check_reducer_finalized()
-    if isinstance(ddp, DataParallel):  # the rank in the new group
-        assert str(caught.value).startswith(f"[rank {ctx.rank - 1}]")
-    return found
-
-
 @as_in_torch(2)
 @modes
 def test_remove_autograd_hooks(ctx, wrap, mode):
@@ -290,27 +186,6 @@ def test_remove_autograd_hooks(ctx, wrap, mode):
 
 
 # ------------------------------------------------------------------------ the reducer
-
-
-@as_in_torch(2)
-def test_prepare_for_backward(ctx, wrap):
-    """What torch.distributed.pipelining does with a DDP inside a stage."""
-    ddp = wrap(Scalars(2))
-    history = []
-    for _ in range(3):
-        ddp.zero_grad()
-        outputs = []
-        for chunk in range(3):
-            with ddp.no_sync():
-                outputs.append(ddp(x_of(ctx) * (chunk + 1)))
-        for output in outputs[:-1]:
-            with ddp.no_sync():
-                output.backward()
-        ddp.reducer.prepare_for_backward(list(_find_tensors(outputs[-1])))
-        outputs[-1].backward()
-        assert values(ddp) == [9.0, 9.0]
-        history.append(ddp.require_forward_param_sync)
-    return history
 
 
 @as_in_torch(2)

@@ -73,19 +73,9 @@ def test_a_static_graph_by_attribute_does_not_hide_the_method(lone_group):
     ddp = DataParallel(nn.Linear(2, 2))
     with pytest.warns(UserWarning, match="no effect"):
         ddp.static_graph = True
-    assert not ddp._reducer.queue.config.static_graph
+    assert not ddp._get_ddp_logging_data().get("static_graph")
     ddp._set_static_graph()
-    assert ddp._reducer.queue.config.static_graph
-
-
-def test_without_names_of_buffers_none_is_broadcast(lone_group):
-    """As on torch, where an empty list switches the broadcasts off."""
-    ddp = DataParallel(nn.BatchNorm1d(2))
-    assert ddp.will_sync_module_buffers()
-    ddp.modules_buffers = []
-    assert not ddp.will_sync_module_buffers()
-    ddp.named_module_buffers = dict(ddp.module.named_buffers())
-    assert ddp.will_sync_module_buffers()
+    assert ddp._get_ddp_logging_data()["static_graph"]
 
 
 # --------------------------------------------------------------------- version of torch
