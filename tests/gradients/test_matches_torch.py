@@ -106,7 +106,7 @@ def sessions(draw: st.DrawFn, mode: str, actions: list[str]) -> Session:
     skips = mode == "find_unused_parameters" and draw(skipping)
     if skips:
         options["skip_all_reduce_unused_params"] = True
-        # Torch divides an old gradient in a skipped bucket, see test_matrix.py.
+        # Torch divides an old gradient in a skipped bucket, see test_pairs_of_features.
         options.pop("gradient_as_bucket_view", None)
         actions = SKIPPING
     # Without find_unused_parameters ranks must use the same branches, else torch hangs.
