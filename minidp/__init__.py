@@ -51,7 +51,7 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     world           the clock and the threads of all that waits for other ranks
     errors          every exception
 
-Imports only point down this list (``tests/unit/top/test_architecture.py``).
+Imports only point down this list (``tests/repository/test_architecture.py``).
 ``minidp/README.md`` draws the house and follows one gradient through it.
 """
 

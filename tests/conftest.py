@@ -9,9 +9,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import gc
 import random
 import zlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -20,20 +20,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.alone import lone_default_group
+from tests.support.extension import either_kernels, library
 from tests.support.pool import Pool
+
+__all__ = ["either_kernels", "library"]  # fixtures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_TESTS = Path(__file__).parent
-_MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
-# Most of these start interpreters, and take seconds each.
-_LONG = {
-    *("distributed/test_compile.py", "distributed/test_doctor.py"),
-    *("distributed/test_from_scratch.py", "distributed/test_launches.py"),
-    *("distributed/test_run.py", "distributed/test_speed.py", "fault/test_chaos.py"),
-    *("fault/test_doctor.py", "fault/test_hangs.py"),
-}
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
@@ -63,9 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason=f"no {lacks}")
     has_gpu = torch.cuda.is_available()
     for item in items:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        if folder in _MARKER_OF_FOLDER:
-            item.add_marker(_MARKER_OF_FOLDER[folder])
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "pool" in fixtures or item.path.parent.name == "gpu":
+            item.add_marker("ranks")
+        if (
+            fixtures & {"library", "either_kernels"}
+            or item.path.parent.name == "native"
+        ):
+            item.add_marker("native")
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -73,12 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _with_long_ones_spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests of `_LONG` at even distances among the others.
+    """Tests marked `fresh`, which take seconds, at even distances among the others.
 
     Each process begins with a piece of the list. If one piece had all of them, they
     would run one after the other in the end, while other processes have no work left.
     """
-    is_long = [item.path.relative_to(_TESTS).as_posix() in _LONG for item in items]
+    is_long = [item.get_closest_marker("fresh") is not None for item in items]
     spread = [item for item, long in zip(items, is_long, strict=True) if not long]
     long_ones = [item for item, long in zip(items, is_long, strict=True) if long]
     for number, item in enumerate(long_ones):
@@ -112,3 +110,12 @@ def lone_group() -> Iterator[dist.ProcessGroup]:
     """
     with lone_default_group() as world:
         yield world
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Only reference counts free objects, so a reference cycle shows as a leak."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -28,11 +28,17 @@ PYTHON = sys.executable
 # looks for programs here, and not in the environment that a session passes to them.
 os.environ["PATH"] = os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH"]])
 NOT_SLOW = "not slow and not gpu"
+SOON_OVER = f"{NOT_SLOW} and not fresh"
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
 # Two per core, because many tests wait for other processes.
 WORKERS = os.environ.get(
     "MINIDP_TEST_WORKERS", str(min(2 * len(os.sched_getaffinity(0)), 8))
 )
+
+
+def folders(*names: str) -> tuple[str, ...]:
+    """Return the paths of folders of tests."""
+    return tuple(f"tests/{name}" for name in names)
 
 
 def tests(folder: str, *names: str) -> tuple[str, ...]:
@@ -42,34 +48,44 @@ def tests(folder: str, *names: str) -> tuple[str, ...]:
 
 # Whatever decides the bits of a gradient: `tests/mutants.py` shows that this is enough.
 FAST = (
-    *("tests/unit/core", "tests/unit/comm", "tests/unit/layout", "tests/unit/replica"),
-    *("tests/unit/data_parallel", "tests/unit/guard", "tests/unit/torch_compat"),
-    *tests("unit/top", "architecture"),
-    *tests("property", "matches_torch", "hook_laws", "join", "items"),
-    *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
-    *tests("distributed", "comm_hooks", "bucket_layout", "join"),
-    *tests("distributed", "overlap", "items", "manual_finalization", "lazy_buckets"),
-    *tests("fault", "faults", "wrong_words"),
+    *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
+    *folders("layout", "comm_hooks", "items", "join", "step_in_backward"),
+    *folders("replicas", "guard", "module"),
+    *tests("constructor", "arguments"),
+    *tests("torch_names", "fixed"),
+    *tests("compile", "dynamo_split"),
+    *tests("reset", "reset", "failed_ranks"),
+    *tests("groups", "subgroups"),
+    *tests("hang", "waits"),
+    *tests("wrong_uses", "wrong_words"),
+    *tests("repository", "architecture"),
 )
+OWN_OF_NATIVE = folders("native", "shared_memory")
 NATIVE_FAST = (
-    *tests("native", "flatten", "hooks", "threads", "shared_memory", "shared_buckets"),
-    *tests("distributed", "matrix"),
-    *tests("property", "items"),
+    *tests("native", "flatten", "hooks", "threads"),
+    *folders("shared_memory"),
+    *tests("gradients", "pairs_of_features"),
+    *tests("items", "laws"),
 )
 # What touches hooks and copies; other tests do not know whether there is an extension.
+# Who is missing does not depend on them, so there is no folder "hang".
 NATIVE = (
-    *("tests/unit/core", "tests/unit/data_parallel", "tests/unit/guard"),
-    *tests("unit/overlap", "recording"),
-    *tests("distributed", "matrix", "delayed", "special_cases", "overlap"),
-    *tests("distributed", "skip_unused", "comm_hooks", "items"),
-)
-# Who is missing does not depend on hooks and copies, so there is no test_hangs.
-NATIVE_FAULT = (
-    *tests("property", "matches_torch", "hook_laws", "join", "items"),
-    *tests("fault", "faults", "comm_hooks", "concurrency", "leaks", "wrong_words"),
+    *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
+    *folders("comm_hooks", "items", "join", "step_in_backward", "guard", "module"),
+    *folders("many_objects"),
+    *tests("constructor", "arguments"),
+    *tests("reset", "reset", "failed_ranks"),
+    *tests("groups", "subgroups"),
+    *tests("recording", "recording"),
+    *tests("wrong_uses", "wrong_words"),
 )
 
-REFERENCE = ("property", "distributed", "gpu", "conformance")
+# The reference in Python: all tests but those in folders that have stages of their own.
+APART = folders("native", "packaging", "page", "torchft", "trainers")
+REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
+IS_REFERENCE = "not (fault or native or gpu)"
+ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
+SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
 COVERAGE = ("--cov", "--cov-report", "term")
 CORE = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
 
@@ -163,7 +179,7 @@ def lint(session: nox.Session) -> None:
 @stage("fast")
 def gradients(session: nox.Session) -> None:
     """Whatever decides the bits of a gradient, in Python."""
-    pytest(session, *FAST, marked=NOT_SLOW, profile="fast")
+    pytest(session, *FAST, marked=SOON_OVER, profile="fast")
 
 
 @stage("fast")
@@ -184,16 +200,16 @@ def quickstart(session: nox.Session) -> None:
 
 @stage("full")
 def reference(session: nox.Session) -> None:
-    """All tests of the reference in Python; how much of minidp the unit tests run."""
+    """All tests of the reference in Python; what those in one process run of minidp."""
     # Coverage takes 1.4 times as long before Python 3.12, so it is not of all tests.
-    pytest(session, "tests/unit", *COVERAGE, COVERAGE_CORE=CORE)
-    pytest(session, *(f"tests/{folder}" for folder in REFERENCE))
+    pytest(session, *REFERENCE, *COVERAGE, marked=ONE_PROCESS, COVERAGE_CORE=CORE)
+    pytest(session, *REFERENCE, marked=SEVERAL_PROCESSES)
 
 
 @stage("full")
 def fault(session: nox.Session) -> None:
     """Ranks that raise, differ, die or hang."""
-    pytest(session, "tests/fault", marked=NOT_SLOW)
+    pytest(session, *REFERENCE, marked=f"fault and {NOT_SLOW}")
 
 
 @stage("full")
@@ -206,15 +222,16 @@ def conformance(session: nox.Session) -> None:
 def native(session: nox.Session) -> None:
     """The extension: its own tests, and those that hooks and copies can fail."""
     build(session)
-    words = ("tests/native", *NATIVE, "--deselect", USES_TORCH)
-    pytest(session, *words, native=True)
+    words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
+    pytest(session, *words, marked="not (fault or laws or gpu)", native=True)
 
 
 @stage("full")
 def native_fault(session: nox.Session) -> None:
     """Laws and failures of ranks on the extension."""
     build(session)
-    pytest(session, *NATIVE_FAULT, marked=NOT_SLOW, profile="fast", native=True)
+    marked = f"(fault or laws) and {NOT_SLOW}"
+    pytest(session, *NATIVE, marked=marked, profile="fast", native=True)
 
 
 @stage("full")
@@ -260,27 +277,28 @@ def api(session: nox.Session) -> None:
 
 @stage()
 def unit(session: nox.Session) -> None:
-    """One file of minidp each."""
-    pytest(session, "tests/unit")
+    """Whatever needs one process, and is soon over."""
+    pytest(session, *REFERENCE, marked=ONE_PROCESS)
 
 
 @stage()
 def property_(session: nox.Session) -> None:
     """Laws for all inputs."""
-    pytest(session, "tests/property")
+    pytest(session, *REFERENCE, marked=f"laws and {IS_REFERENCE}")
 
 
 @stage()
 def distributed(session: nox.Session) -> None:
-    """Whole training steps."""
-    pytest(session, "tests/distributed", "tests/gpu")
+    """Whole training steps on ranks, and commands."""
+    pytest(session, *REFERENCE, marked=f"{SEVERAL_PROCESSES} and not laws")
 
 
 @stage("nightly")
 def fuzz(session: nox.Session) -> None:
     """Thousands of random programs."""
-    words = ("tests/property", "tests/fault", "--timeout", "3600")
-    pytest(session, *words, profile="nightly")
+    words = (*REFERENCE, "--timeout", "3600")
+    marked = "(fault or laws) and not (native or gpu)"
+    pytest(session, *words, marked=marked, profile="nightly")
 
 
 @stage("nightly")
@@ -293,14 +311,14 @@ def page_fuzz(session: nox.Session) -> None:
 @stage("nightly")
 def coverage(session: nox.Session) -> None:
     """How much of minidp all tests of the reference run."""
-    folders = (f"tests/{folder}" for folder in ("unit", *REFERENCE))
-    pytest(session, *folders, *COVERAGE, COVERAGE_CORE=CORE)
+    words = (*REFERENCE, *COVERAGE)
+    pytest(session, *words, marked=IS_REFERENCE, COVERAGE_CORE=CORE)
 
 
 @stage("nightly")
 def chaos(session: nox.Session) -> None:
     """Ranks that die under torchrun, 200 times."""
-    session.run(PYTHON, "-m", "tests.fault.chaos", "--runs", "200")
+    session.run(PYTHON, "-m", "tests.chaos.chaos", "--runs", "200")
 
 
 @stage("nightly")
@@ -315,7 +333,7 @@ def sanitizers(session: nox.Session) -> None:
 def messages(session: nox.Session) -> None:
     """The extension's hooks and copies with messages, as between hosts."""
     build(session)
-    words = ("tests/native", *NATIVE, *NATIVE_FAULT, "--deselect", USES_TORCH)
+    words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
     pytest(session, *words, marked=NOT_SLOW, native=True, MINIDP_SHARED_MEMORY="0")
 
 

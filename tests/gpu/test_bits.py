@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import test_overlap
-from tests.distributed.test_matrix import (
+from tests.gpu import scenarios
+from tests.gpu.places import EVERYWHERE, ON_GPUS, at
+from tests.gradients.test_pairs_of_features import (
     FEATURES,
     MORE,
     check_numbers,
     oddities_of,
     training_of,
 )
-from tests.gpu import scenarios
-from tests.gpu.places import EVERYWHERE, ON_GPUS, at
+from tests.step_in_backward import test_training as stepping
 from tests.support import oracle
 from tests.support.both import on_both, same
 from tests.support.training import difference, train_both
@@ -47,7 +47,7 @@ def check(ranks: Any, scenario: Any, *args: Any) -> list[Any]:
 
 COMBINATIONS = [frozenset[str](), *(frozenset({name}) for name in FEATURES)]
 COMBINATIONS += [features for features in MORE if features not in COMBINATIONS]
-# What torch's DDP does not do, or only by chance, is judged in tests/distributed.
+# What torch's DDP does not do, or only by chance, is judged in tests/gradients.
 COMBINATIONS = [features for features in COMBINATIONS if not oddities_of(features)]
 
 
@@ -113,7 +113,7 @@ SEVERAL_BUCKETS = {"bucket_cap_mb_list": [0.00005]}
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_steps_in_the_backward(ranks: Any, name: str, how: dict[str, Any]) -> None:
     case = name, SEVERAL_BUCKETS, how
-    for theirs, ours in ranks.run(scenarios.exactly, test_overlap.train, *case):
+    for theirs, ours in ranks.run(scenarios.exactly, stepping.train, *case):
         assert same(theirs, ours)
 
 

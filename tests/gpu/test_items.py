@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from minidp import ItemCountError, ReducerFailedError
-from tests.distributed.test_items import Net, inputs, loss_of, near, whole, wrap
 from tests.gpu.places import EVERYWHERE, at
 from tests.gpu.scenarios import SMALL, values
+from tests.items.test_special_cases import Net, inputs, loss_of, near, whole, wrap
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 RELATIVE = dict(zip(DTYPES, (1e-13, 1e-5, 5e-3, 5e-2), strict=True))

@@ -4,7 +4,7 @@
 #
 #     bash tests/native/asan.sh [PYTEST ARGUMENTS]
 #
-# Runs shared_memory_threads.cpp, builds csrc/*.cpp into a scratch folder, then runs
+# Runs tests/shared_memory/threads.cpp, builds csrc/*.cpp into a scratch folder, then runs
 # test_flatten.py and test_hooks.py with few examples: two or three minutes.  Finds reads and writes out of bounds, use after
 # free, and undefined behaviour in our code; torch itself is not instrumented, so leaks
 # (which Python and torch have on purpose) and the memory of torch's arenas are not
@@ -38,7 +38,7 @@ for path in [*include_paths(), sysconfig.get_paths()["include"]]:
 libraries=$("$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent / "lib")')
 
 echo "shared memory, with threads for ranks"
-"$CXX" "${flags[@]}" "${headers[@]}" -pthread tests/native/shared_memory_threads.cpp \
+"$CXX" "${flags[@]}" "${headers[@]}" -pthread tests/shared_memory/threads.cpp \
     -o "$scratch/threads" -L"$libraries" -Wl,-rpath,"$libraries" -lc10
 setarch "$(uname -m)" -R "$scratch/threads"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault.test_concurrency import OPTIONS, hammer, in_threads
+from tests.many_objects.test_threads import OPTIONS, hammer, in_threads
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -4,7 +4,7 @@
 #
 #     bash tests/native/tsan.sh [PYTEST ARGUMENTS]
 #
-# Runs shared_memory_threads.cpp, builds csrc/*.cpp into a scratch folder, then runs
+# Runs tests/shared_memory/threads.cpp, builds csrc/*.cpp into a scratch folder, then runs
 # test_hooks.py and test_threads.py with it.  Finds two threads that touch the same memory
 # of ours without an order between them.  Python and torch are not instrumented: what
 # they order by atomics of their own is unknown to the sanitizer, so reports about memory
@@ -32,7 +32,7 @@ for path in [*include_paths(), sysconfig.get_paths()["include"]]:
 libraries=$("$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent / "lib")')
 
 echo "shared memory, with threads for ranks"
-"$CXX" "${flags[@]}" "${headers[@]}" -pthread tests/native/shared_memory_threads.cpp \
+"$CXX" "${flags[@]}" "${headers[@]}" -pthread tests/shared_memory/threads.cpp \
     -o "$scratch/threads" -L"$libraries" -Wl,-rpath,"$libraries" -lc10
 setarch "$(uname -m)" -R "$scratch/threads"
 

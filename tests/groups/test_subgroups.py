@@ -1,0 +1,59 @@
+"""Wrappers on some of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel
+from tests.support.both import Scalars, history_of, same, values, x_of
+from tests.support.ranks import as_in_torch, on_ranks
+
+
+def train_on(ctx, group):
+    torch.manual_seed(ctx.rank)
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    ddp = DataParallel(net, process_group=group, bucket_cap_mb=0)
+    history = history_of(ddp, lambda n: ddp(torch.randn(4, 3) + n).pow(2).sum(), 4)
+    return history[-1], [p.detach().clone() for p in ddp.parameters()]
+
+
+@on_ranks((1, 2))
+def test_subgroup_that_lacks_rank_0(ctx):
+    return train_on(ctx, ctx.group)
+
+
+def train_on_pair(ctx):
+    return train_on(ctx, ctx.subgroups[(0, 1) if ctx.rank < 2 else (2, 3)])
+
+
+def test_two_disjoint_groups_train_at_once(pool):
+    results = pool.run(train_on_pair, 4)
+    assert same(results[0], results[1])
+    assert same(results[2], results[3])
+    assert not same(results[0], results[2])
+
+
+@as_in_torch(3)
+def test_update_process_group(ctx, wrap):
+    """From three ranks to two of them, the other way round."""
+    ddp = wrap(Scalars(2))
+    ddp(x_of(ctx)).backward()
+    ddp(x_of(ctx)).backward()
+    if ctx.rank == 0:
+        return values(ddp)
+    ddp._update_process_group(ctx.subgroups[(1, 2)])
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x_of(ctx)).backward()
+    found = values(ddp), ddp._has_rebuilt_buckets
+    assert found[0] == [2.5, 2.5]
+    for uses in ([0, 1], [0]):
+        ddp._check_reducer_finalized()
+        ddp(x_of(ctx), uses).backward()
+    with pytest.raises(RuntimeError, match="did not receive grad for rank") as caught:
+        ddp.reducer._check_reducer_finalized()
+    if isinstance(ddp, DataParallel):  # the rank in the new group
+        assert str(caught.value).startswith(f"[rank {ctx.rank - 1}]")
+    return found

@@ -1,0 +1,492 @@
+"""Ranks that do not come are named by those that wait, within the limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.futures import Future
+
+from minidp import DataParallel, comm_hooks
+from minidp.config import options as config_options
+from tests.support.both import error_of
+from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
+from tests.support.two_layers import TwoLayers, backward, trains
+
+pytestmark = [pytest.mark.fault, pytest.mark.fresh]
+
+LIMIT = 2.0  # hang_timeout; that of the group is 60 s
+SLOW_MACHINE = 10.0  # seconds that we allow on top
+
+
+def wait_for_others(ctx: Any) -> None:
+    """Wait in the store until every rank calls this."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("here", 1)
+    while store.add("here", 0) < ctx.world_size:
+        time.sleep(0.05)
+
+
+def loads_data(ctx: Any, ddp: DataParallel) -> None:
+    wait_for_others(ctx)
+
+
+def takes_another_branch(ctx: Any, ddp: DataParallel) -> None:
+    backward(ddp, skip=True)
+    wait_for_others(ctx)
+
+
+def forgets_the_backward(ctx: Any, ddp: DataParallel) -> None:
+    ddp(torch.ones(1, 4))
+    wait_for_others(ctx)
+
+
+def gives_up(ctx: Any, ddp: DataParallel) -> None:
+    ddp._reducer.communicator.peers.give_up("it has seen enough")
+    wait_for_others(ctx)
+
+
+# What rank 1 does instead of its fourth step, and what the others say about it.
+ABSENCES: dict[str, tuple[Callable[[Any, DataParallel], None], str]] = {
+    "data loader": (loads_data, "in wait_for_others (test_hangs.py:"),
+    "another branch": (takes_another_branch, "without gradients of b.weight, b.bias"),
+    "no backward": (forgets_the_backward, "after a forward, before its backward"),
+    "alarm": (gives_up, "gave up: it has seen enough."),
+}
+
+
+def absent_once(ctx: Any, how: str) -> Any:
+    """Let rank 1 stay away from the fourth step; return error and seconds of others."""
+    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
+    for _ in range(3):
+        backward(ddp)
+    if ctx.rank == 1:
+        ABSENCES[how][0](ctx, ddp)
+        return None
+    begin = time.monotonic()
+    error = error_of(lambda: backward(ddp))
+    seconds = time.monotonic() - begin
+    wait_for_others(ctx)
+    return error, seconds
+
+
+@pytest.mark.parametrize("how", ABSENCES)
+def test_who_is_absent_is_named(how: str) -> None:
+    results = run_fresh(absent_once, 3, how, group_timeout=60.0, timeout=15.0)
+    for rank in (0, 2):
+        error, seconds = results[rank]
+        told = f"CollectiveError: [rank {rank}] Missing: rank 1. Rank 1 "
+        assert error.startswith(told)  # who is missing comes first
+        assert " A collective failed while " in error
+        assert ABSENCES[how][1] in error
+        assert seconds < LIMIT + SLOW_MACHINE
+
+
+# ------------------------------------------------------------- hang_timeout="auto"
+
+
+def patient(module: nn.Module, seconds: float = LIMIT, **options: Any) -> DataParallel:
+    """Wrap with hang_timeout="auto", but with another limit than 5 minutes."""
+    config_options.HANG_SECONDS = seconds
+    return DataParallel(module, **options)
+
+
+class Counts(logging.Handler):
+    """Counts warnings in the store, where all ranks can see them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.store = dist.distributed_c10d._get_default_store()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.store.add("warned", 1)
+
+
+def evaluates(store: Any, ctx: Any) -> None:
+    """Compute without gradients until every other rank has been warned."""
+    with torch.no_grad():
+        while store.add("warned", 0) < ctx.world_size - 1:
+            nn.Linear(4, 4)(torch.ones(1, 4))
+
+
+@on_ranks(3, fresh={"group_timeout": 60.0, "timeout": 60.0})
+@pytest.mark.parametrize(
+    "place", ["before wrapping", "before a backward", "before a broadcast"]
+)
+def test_a_rank_that_evaluates_alone_is_only_warned_of(ctx, place):
+    counts = Counts()
+    logging.getLogger("minidp").addHandler(counts)
+    if place == "before wrapping" and ctx.rank == 1:
+        evaluates(counts.store, ctx)
+    module = TwoLayers()
+    if place == "before a broadcast":
+        module.register_buffer("mean", torch.zeros(2), persistent=False)
+    ddp = patient(module)
+    backward(ddp)
+    if place != "before wrapping" and ctx.rank == 1:
+        evaluates(counts.store, ctx)
+    assert trains(ctx, ddp)
+    assert not ddp._reducer.communicator.has_failed
+    if ctx.rank != 1:
+        text = counts.texts[0]
+        assert text.startswith(f"[rank {ctx.rank}] Still ")
+        assert "Missing: rank 1" in text
+        assert "until the process group's own limit (60 s)" in text
+        if place != "before wrapping":
+            assert "Rank 1 runs, but does something else: step 1" in text
+            assert "evaluates (test_hangs.py:" in text
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped() -> None:
+    """Stop this process until `end_the_stopped`."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_the_stopped() -> None:
+    pid = int(dist.distributed_c10d._get_default_store().get("stopped"))
+    os.kill(pid, signal.SIGKILL)
+
+
+def patiently_absent(ctx: Any, how: str) -> Any:
+    """Let rank 1 be killed, stopped or wait elsewhere; return rank 0's error."""
+    other_group = dist.new_group()
+    # On one group, gloo would take one object's gradients for the other's.
+    first, second = (
+        patient(TwoLayers()),
+        # It still waits when the first one gives up.
+        patient(TwoLayers(), 10 * LIMIT, process_group=other_group),
+    )
+    # In the first steps forwards are collectives, too: later only backwards wait.
+    for ddp in (first, second) * (4 if how == "another object, later" else 1):
+        backward(ddp)
+    begin = time.monotonic()
+    if ctx.rank == 1:
+        if how == "barrier":
+            dist.barrier(other_group)
+            return None
+        if how.startswith("another object"):
+            return error_of(lambda: backward(second)), 0.0
+        killed() if how == "killed" else stopped()
+    error = error_of(lambda: backward(first))
+    seconds = time.monotonic() - begin
+    if how == "stopped":
+        end_the_stopped()
+    if how == "barrier":
+        dist.barrier(other_group)
+    return error, seconds
+
+
+IS_SILENT = "does not answer (killed, stopped, or cut off)"
+WHERE_IT_IS = {
+    "killed": IS_SILENT,
+    "stopped": IS_SILENT,
+    "barrier": "Rank 1 runs, but waits for other ranks elsewhere: step 1, between two "
+    "steps, in barrier (distributed_c10d.py:",
+    "another object": "Rank 1 runs, but waits for other ranks elsewhere: ",
+    "another object, later": "Rank 1 runs, but waits for other ranks elsewhere: ",
+}
+
+
+@pytest.mark.parametrize("how", WHERE_IT_IS)
+def test_a_rank_that_will_not_come_is_an_error_all_the_same(how: str) -> None:
+    results = run_fresh(
+        patiently_absent, 2, how, group_timeout=60.0, timeout=30.0, errors="return"
+    )
+    error, seconds = results[0]
+    assert error.startswith("CollectiveError: [rank 0] Missing: rank 1. Rank 1 ")
+    assert WHERE_IT_IS[how] in error
+    assert seconds < LIMIT + SLOW_MACHINE
+
+
+def absent_early(ctx: Any, place: str) -> str:
+    """Let rank 1 stay away from the constructor, or from a broadcast of buffers."""
+    if place == "constructor":
+        make = lambda: DataParallel(TwoLayers(), hang_timeout=LIMIT)  # noqa: E731
+    else:
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        ddp, x = DataParallel(module, hang_timeout=LIMIT), torch.randn(3, 4)
+        for _ in range(2):
+            ddp(x).sum().backward()
+        make = lambda: ddp(x).sum().backward()  # noqa: E731
+    error = "" if ctx.rank == 1 else error_of(make)
+    wait_for_others(ctx)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("broadcast", "Rank 1 runs, but does something else"),
+        ("constructor", "Rank 1 never said that it wrapped this module."),
+    ],
+)
+def test_who_is_absent_from_another_collective_is_named(place: str, words: str) -> None:
+    results = run_fresh(absent_early, 3, place, group_timeout=60.0, timeout=15.0)
+    for rank in (0, 2):
+        assert f"Missing: rank 1. {words}" in results[rank]
+
+
+def store_host_stops(ctx: Any) -> str:
+    """Stop rank 0, which hosts the store: nothing is known about any rank then."""
+    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
+    backward(ddp)
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return error_of(lambda: backward(ddp))
+
+
+def test_a_stopped_host_of_the_store_does_not_hold_up_the_report() -> None:
+    _, error = run_fresh(
+        store_host_stops, 2, group_timeout=60.0, timeout=15.0, errors="return"
+    )
+    assert error.startswith("CollectiveError: [rank 1] ")
+
+
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_a_hook_that_never_brings_its_result_is_named(ctx):
+    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
+    stuck = [False]
+
+    def stuck_hook(state: Any, bucket: Any) -> Any:
+        return Future() if stuck[0] else comm_hooks.all_reduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, stuck_hook)
+    backward(ddp)
+    stuck[0] = True
+    error = error_of(lambda: backward(ddp))
+    stuck[0] = False
+    ddp.reset()
+    assert f"waiting for the comm hook {stuck_hook.__qualname__}" in error
+    assert "it did not finish within 2 s" in error
+    assert trains(ctx, ddp)
+
+
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_reset_after_a_hang(ctx):
+    """Everybody is alive: after reset() on all ranks the object trains."""
+    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
+    backward(ddp)
+    for rank in (0, 1):  # Old alarms are forgotten, new ones are heard: once more.
+        if ctx.rank == rank:
+            assert f"Missing: rank {1 - rank}." in error_of(lambda: backward(ddp))
+        ddp.reset()
+        assert trains(ctx, ddp)
+
+
+# -------------------------------------------------------------- the end of the process
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from minidp import DataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ddp = DataParallel(nn.Linear(2, 2), hang_timeout=1.5)
+ddp(torch.ones(1, 2)).sum().backward()
+if rank == {rank}:
+    {does}
+try:
+    ddp(torch.ones(1, 2)).sum().backward()
+except {catches} as error:
+    print("ERROR", error)
+{end}
+print("END", flush=True)
+"""
+ENDS = {
+    "nothing": "",
+    "destroy": "dist.destroy_process_group()",
+    "destroy, object gone": "del ddp; dist.destroy_process_group()",
+}
+
+
+def run_two(
+    does: str, end: str = "", catches: str = "RuntimeError", rank: int = 1
+) -> list[tuple[int, str]]:
+    """Run SCRIPT on two ranks; return exit status and output of each that ends.
+
+    ``does``: what ``rank`` does instead of the second step.
+    """
+    script = textwrap.dedent(SCRIPT).format(
+        does=does, end=end, catches=catches, rank=rank
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+    }
+    both = [
+        start([sys.executable, "-c", script], RANK=str(r), **environment) for r in "01"
+    ]
+    try:
+        outputs = [both[0].communicate(timeout=60)[0]]
+        if "SIGSTOP" not in does:
+            outputs.append(both[1].communicate(timeout=60)[0])
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    return [
+        (process.returncode, text) for process, text in zip(both, outputs, strict=False)
+    ]
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        env=environment or None,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_process_ends_after_a_failure(end: str) -> None:
+    """Also while a collective is in flight that never ends: rank 1 is stopped."""
+    ((status, output),) = run_two("os.kill(os.getpid(), signal.SIGSTOP)", ENDS[end])
+    assert status == 0, output
+    assert "Missing: rank 1. Rank 1 does not answer" in output
+    assert output.rstrip().endswith("END")
+
+
+def test_a_process_that_ends_with_an_error_says_so() -> None:
+    (first, output), (second, _) = run_two("raise ValueError('no more disk')")
+    assert (first, second) == (0, 1)
+    assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
+    """The answer is all that rank 0 prints, under the one line of its own code."""
+    both = run_two(f"{end or 'pass'}; sys.exit()", catches="KeyError")
+    (first, output), (second, _) = both
+    assert (first, second) == (1, 0), output
+    lines = output.replace("[rank0]: ", "").rstrip().splitlines()  # torch's mark
+    *above, answer = lines
+    assert answer.startswith(
+        "minidp.errors.CollectiveError: [rank 0] Missing: rank 1. "
+    )
+    assert "Rank 1 is gone: its process ended without an error. " in answer
+    assert "train inside `with model.join():`" in answer
+    assert "gave up" not in answer
+    assert "Traceback (most recent call last):" in above[0]
+    assert len(above) == 2, output  # no source line: it is python -c
+
+
+@pytest.mark.parametrize("does", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_rank_0_takes_the_store_with_it_and_nothing_false_is_said(does: str) -> None:
+    """It had wrapped the module, and trained. Its last words are read, or lost."""
+    (_, _), (status, output) = run_two(does, rank=0)
+    assert status == 0, output
+    lost = "ERROR [rank 1] Nothing is known about the other ranks: the " in output
+    read = "ERROR [rank 1] Missing: rank 0. Rank 0 is gone: its process" in output
+    assert lost or (read and "exit" in does), output
+    assert lost == ("(rank 0, or torchrun's agent)" in output)
+    assert "never said" not in output
+
+
+def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
+    """Gloo's drop tensors then; one that asks for the interpreter later aborts."""
+    late = (
+        "import atexit, os, threading; del ddp; dist.destroy_process_group(); "
+        "drop = lambda: (time.sleep(0.02), os.write(1, b'DROPPED')); "
+        "atexit.register(threading.Thread(target=drop, daemon=True).start)"
+    )
+    for status, output in run_two("pass", late):
+        assert status == 0, output
+        assert output.rstrip().endswith("DROPPED")
+
+
+# ------------------------------------------------------------- noise
+
+LEAVES_FIRST = """
+import sys, threading, torch, torch.distributed as dist, torch.multiprocessing as mp
+from minidp import DataParallel
+def work(rank, path):
+    store = dist.FileStore(path)
+    host = dist.TCPStore("127.0.0.1", 0, None, True) if rank == 0 else None
+    if host:
+        store.set("port", str(host.port))
+    client = host or dist.TCPStore("127.0.0.1", int(store.get("port")))
+    dist.init_process_group("gloo", store=client, rank=rank, world_size=2)
+    ddp = DataParallel(torch.nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    place = ddp._reducer.communicator.peers._channel
+    while rank == 1 and not place.problem:
+        threading.Event().wait(0.01)
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
+    print("trained")
+"""
+
+
+def test_nothing_is_printed_when_rank_0_leaves_first(tmp_path: Any) -> None:
+    script = tmp_path / "leaves_first.py"
+    script.write_text(LEAVES_FIRST)
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from minidp import DataParallel
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK,
+                        world_size=2)
+ddp = DataParallel(torch.nn.Linear(2, 2))
+ddp(torch.ones(1, 2)).sum().backward()
+output = ddp(torch.ones(1, 2)).sum()
+if RANK == 1:
+    sys.stdin.read()
+else:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.5)  # in the backward, which waits for rank 1
+output.backward()
+"""
+
+
+def test_ctrl_c_shows_the_users_line_not_where_we_wait(tmp_path: Any) -> None:
+    ranks = []
+    for rank in (0, 1):
+        script = tmp_path / f"rank{rank}.py"
+        script.write_text(INTERRUPTED.replace("RANK", str(rank)))
+        ranks.append(start([sys.executable, str(script), str(tmp_path / "store")]))
+    printed, _ = ranks[0].communicate(timeout=60)
+    ranks[1].kill()
+    ranks[1].communicate()
+    lines = printed.splitlines()
+    assert lines[-1].endswith("KeyboardInterrupt")
+    assert "output.backward()" in printed
+    ours = [line for line in lines if "/minidp/" in line]
+    assert len(ours) <= 3  # the gradient hook's, in which rank 0 asks about a step
+    assert all("/minidp/core/" in line for line in ours)
+    assert printed.count("Traceback") == 1

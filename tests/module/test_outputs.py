@@ -1,0 +1,126 @@
+"""What a forward may return, and what is seen in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel
+from tests.support.both import grads, history_of, modes, on_both, same, wrapped
+from tests.support.ranks import as_in_torch, on_ranks
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Box:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+# What a forward returns of its layers a, b, c, and the loss of that.
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda a, b, c: a, lambda out: out.sum()),
+    "tuple": (lambda a, b, c: (a, b), lambda out: out[0].sum()),
+    "dict": (
+        lambda a, b, c: {"a": a, "nested": [b, 3]},
+        lambda out: out["a"].sum() + out["nested"][0].pow(2).sum(),
+    ),
+    "dataclass": (lambda a, b, c: Output(a + b), lambda out: out.value.pow(2).sum()),
+    "leaf": (
+        lambda a, b, c: (a + b, c.bias),
+        lambda out: out[0].pow(2).sum() + out[1].sum(),
+    ),
+    "object": (lambda a, b, c: Box(a + b), lambda out: out.value.pow(2).sum()),
+}
+
+
+UNUSED = {"tensor": [2, 3, 4, 5], "tuple": [2, 3, 4, 5], "leaf": [4]}  # else [4, 5]
+
+
+class Shapes(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 2) for _ in range(3))
+        self.made, _ = KINDS[kind]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.made(self.a(x), self.b(x), self.c)
+
+
+def outputs(ctx, wrap, kind, mode):
+    ddp, (_, loss) = wrap(Shapes(kind), **{mode: True}), KINDS[kind]
+    x = torch.ones(1, 2)
+    return history_of(ddp, lambda n: loss(ddp(x * (ctx.rank + 1 + n))), 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mode", "torch_is_wrong"),
+    [
+        # Torch fails with a leaf parameter or an opaque object among the outputs,
+        ("find_unused_parameters", ("leaf", "object")),
+        # never synchronises a dataclass or object, and fails with a spare output.
+        ("static_graph", ("dataclass", "object", "leaf", "tuple")),
+    ],
+)
+def test_any_output(pool, kind, mode, torch_is_wrong):
+    results = pool.run(on_both, 2, outputs, kind, mode)
+    for theirs, ours in results:
+        assert not isinstance(ours, str), ours
+        assert kind in torch_is_wrong or same(theirs, ours), f"{theirs} != {ours}"
+    (_, first), (_, second) = results
+    assert same(first, second)
+    if mode == "find_unused_parameters":
+        unused = [i for i, grad in enumerate(first[-1]) if grad is None]
+        assert unused == UNUSED.get(kind, [4, 5])
+
+
+@modes
+def test_outputs_are_the_very_objects_of_the_module(lone_group, mode):
+    ddp = DataParallel(Shapes("tuple"), **mode)
+    kept: list[Any] = []
+    ddp.module.register_forward_hook(lambda _m, _i, out: kept.append(out))
+    assert ddp(torch.ones(1, 2)) is kept[0]
+
+
+@on_ranks(2)
+def test_nothing_is_predicted_from_an_output_that_cannot_be_seen(ctx):
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0}
+    ddp = wrapped(ctx, Shapes("object"), **options)
+    for made in (lambda a, b, c: Box(a + b), lambda a, b, c: Box(a)) * 2:
+        ddp.zero_grad()
+        ddp.module.made = made
+        ddp(torch.ones(1, 2) * (ctx.rank + 1)).value.sum().backward()
+    missing = [g is None for g in grads(ddp)]
+    assert missing == [False, False, True, True, True, True]
+    ddp.zero_grad()
+    ddp.module.made = lambda a, b, c: Box(a + b)
+    ddp(torch.ones(1, 2) * (ctx.rank + 1)).value.sum().backward()
+    assert all(g is not None for g in grads(ddp)[:4])
+    return grads(ddp)[:4]
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("view", [False, True])
+def test_two_heads_with_zeroing(ctx, wrap, view):
+    """Gradients are read before the user may zero them."""
+    ddp = wrap(Shapes("tuple"), gradient_as_bucket_view=view)
+    ddp.module.made = lambda a, b, c: (a, b + c.bias + c.weight.sum())
+
+    def loss(step: int) -> torch.Tensor:
+        first, second = ddp(torch.ones(1, 2) * (ctx.rank + 1 + step))
+        first.sum().backward()
+        for p in ddp.parameters():
+            if p.grad is not None and not view:
+                p.grad.zero_()
+        return second.sum()
+
+    return history_of(ddp, loss)

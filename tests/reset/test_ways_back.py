@@ -1,0 +1,319 @@
+"""Every way back to training ends in equal replicas, or in an error that names ranks.
+
+One rank misses a step, or has other weights; then training goes on after ``reset()``,
+``join()``, `attach`, in another process group, or after a mistake that was excused.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from minidp import DataParallel, attach
+from tests.support.both import error_of, same, wrapped
+from tests.support.optimized import OPTIMIZERS, Own, made, state_of, step, told
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.fault
+
+MISMATCH = "ReplicaMismatchError: [rank {}] The replicas differ: at the beginning of"
+
+
+def missed(ctx: Any, net: Any, optimizer: Any, steps: int = 3) -> None:
+    """Train; in the last step rank 1 raises before ``optimizer.step()``."""
+    for number in range(steps):
+        is_last = number == steps - 1
+        step(ctx, net, optimizer, number, raises=is_last and ctx.rank == 1)
+
+
+# ------------------------------------------------------------------ after reset()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_rank_that_missed_a_step_is_named(ctx, name, steps):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS[name](ddp.parameters())
+    missed(ctx, ddp, optimizer, steps)
+    (text,) = told(ddp.reset)
+    kind = type(optimizer).__name__
+    assert text.startswith(f"[rank {ctx.rank}] After reset() the replicas are not the")
+    if ctx.rank:
+        assert text.endswith("the same: see rank 0's warning.")
+    else:
+        assert f"({kind}: {steps} on rank 0, {steps - 1} on rank 1)" in text
+        assert "other parameters 0.weight" in text
+        assert ("state of" in text) == (name != "sgd")
+        assert "reset(copy_from=0)" in text
+    for _ in range(2):  # another reset() mends nothing
+        error = error_of(lambda: step(ctx, ddp, optimizer, 7))
+        assert error.startswith(MISMATCH.format(ctx.rank)), error
+        assert f"({kind}: {steps} on rank 0, {steps - 1} on rank 1)" in error
+        assert told(ddp.reset)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("root", [0, 1])
+def test_one_rank_s_state_is_copied(ctx, name, steps, root):
+    """Also to a rank whose optimizer has never stepped."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS[name](ddp.parameters())
+    missed(ctx, ddp, optimizer, steps)
+    before = [*state_of(ddp, optimizer), ddp.module[1].running_mean.clone()]
+    assert not told(lambda: ddp.reset(copy_from=root))
+    if ctx.rank == root:
+        after = [*state_of(ddp, optimizer), ddp.module[1].running_mean]
+        assert same(before, after)
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+    return state_of(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_a_checkpoint_may_be_loaded_after_reset(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["momentum"](ddp.parameters())
+    step(ctx, ddp, optimizer)
+    saved = copy.deepcopy([ddp.state_dict(), optimizer.state_dict()])
+    missed(ctx, ddp, optimizer)
+    assert told(ddp.reset)
+    ddp.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    assert not told(lambda: [step(ctx, ddp, optimizer, n) for n in range(3)])
+    missed(ctx, ddp, optimizer)
+    ddp.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    told(ddp.reset)  # numbers of steps still differ
+    assert not told(lambda: [step(ctx, ddp, optimizer, n) for n in range(3)])
+    return state_of(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_momentum_alone_is_named(ctx):
+    """The rate is 0, as in a warm-up: parameters are equal."""
+    ddp = wrapped(ctx, made())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0, momentum=0.9)
+    missed(ctx, ddp, optimizer)
+    (text,) = told(ddp.reset)
+    assert "other parameters" not in text
+    assert ("state of SGD for 0.weight" in text) == (ctx.rank == 0)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(ctx, ddp, optimizer)  # equal parameters: drifts now
+    assert error_of(lambda: step(ctx, ddp, optimizer)).startswith("ReplicaMismatch")
+
+
+@on_ranks(2)
+def test_a_learning_rate_is_compared_and_copied(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    step(ctx, ddp, optimizer)
+    if ctx.rank == 0:
+        scheduler.step()
+    (text,) = told(ddp.reset)
+    assert ("settings of SGD (learning rate ...) on rank 1" in text) == (ctx.rank == 0)
+    ddp.reset(copy_from=0)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    missed(ctx, ddp, optimizer)
+    (text,) = told(lambda: ddp.reset(copy_from=1))
+    assert "cannot copy learning rate schedulers." in text
+
+
+@on_ranks(2)
+def test_what_cannot_be_copied_is_named(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = Own(ddp.parameters())
+    missed(ctx, ddp, optimizer)
+    (text,) = told(lambda: ddp.reset(copy_from=0))
+    assert "cannot copy the state of Own." in text
+    if ctx.rank:
+        assert text == (
+            f"[rank {ctx.rank}] reset(copy_from=0) cannot copy the state of Own. What "
+            "to do: give all ranks rank 0's state of these."
+        )
+    else:
+        assert text.startswith("[rank 0] reset(copy_from=0) gave all ranks rank 0's")
+        assert "Optimizer steps: Own: 3 on rank 0, 2 on rank 1." in text
+
+
+@on_ranks(2)
+def test_ranks_have_to_agree_from_whom_to_copy(ctx):
+    ddp = wrapped(ctx, made())
+    error = error_of(lambda: ddp.reset(copy_from=[None, 0][ctx.rank]))
+    assert "Found: None on rank 0, 0 on rank 1." in error
+    assert error.startswith("ReplicaMismatchError")
+    for wrong in (2, -1, True, "0"):
+        kind = "ValueError" if isinstance(wrong, int) else "TypeError"
+        kind = "TypeError" if wrong is True else kind
+        assert error_of(lambda w=wrong: ddp.reset(copy_from=w)).startswith(kind)
+    ddp.reset()
+    step(ctx, ddp, OPTIMIZERS["sgd"](ddp.parameters()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"check_replicas_every": 0}, {"forward_sync_buffers": False}], ids=str
+)
+def test_right_trainings_hear_nothing_after_reset(ctx, options):
+    """Running statistics of their own; and the user said never."""
+    ddp = wrapped(ctx, made(), **options)
+    optimizer = OPTIMIZERS["momentum"](ddp.parameters())
+    step(ctx, ddp, optimizer)
+    if options == {"check_replicas_every": 0}:
+        missed(ctx, ddp, optimizer)
+    heard = told(lambda: [ddp.reset(), *(step(ctx, ddp, optimizer) for _ in range(3))])
+    assert not heard
+
+
+@on_ranks(2)
+def test_local_steps_and_work_divided_among_ranks_are_no_difference(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.Adam, process_group=ctx.group, lr=0.1
+    )
+    own = list(ddp.parameters())[ctx.rank :: 2]  # the same, by hand
+    mine = torch.optim.Adam(own, lr=0.1)
+    step(ctx, ddp, optimizer)
+    step(ctx, ddp, mine)
+    for i, param in enumerate(ddp.parameters()):
+        root = dist.get_global_rank(ctx.group, i % 2)
+        dist.broadcast(param.data, root, group=ctx.group)
+    assert not told(lambda: [ddp.reset(), step(ctx, ddp, optimizer)])
+    local = OPTIMIZERS["momentum"](ddp.parameters())
+    with ddp.no_sync():
+        step(ctx, ddp, local)
+    assert not told(ddp.reset)
+
+
+@on_ranks(2)
+def test_a_hook_that_kept_replicas_equal_excuses_no_missed_step(ctx):
+    def halved(_state, bucket):
+        work = dist.all_reduce(bucket.buffer().div_(2), group=ctx.group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    halved.__annotations__.clear()
+    ddp = wrapped(ctx, made())
+    ddp.register_comm_hook(None, halved)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    missed(ctx, ddp, optimizer)
+    assert told(ddp.reset)
+    error = error_of(lambda: step(ctx, ddp, optimizer))
+    assert error.startswith(MISMATCH.format(ctx.rank)), error
+
+
+@on_ranks(2)
+def test_attached_models(ctx):
+    net = made()
+    handle = attach(net, process_group=ctx.group)
+    optimizer = OPTIMIZERS["momentum"](net.parameters())
+    missed(ctx, net, optimizer)
+    assert not told(lambda: handle.reset(copy_from=0))
+    step(ctx, net, optimizer)
+    missed(ctx, net, optimizer)
+    handle.detach()
+    handle = attach(net, process_group=ctx.group)  # gives all ranks rank 0's weights
+    step(ctx, net, optimizer)  # but not its momentum
+    assert error_of(lambda: step(ctx, net, optimizer)).startswith("ReplicaMismatch")
+
+
+# ---------------------------------------------------- other groups, and wrapping alone
+
+
+def wrapped_anew(ctx: Any, how: str, **options: Any) -> Any:
+    """Wrap, or move a wrapper to the group; not all ranks need to do the same."""
+    if how == "move":
+        ddp = DataParallel(made(ctx.rank), process_group=ctx.group, **options)
+        step(ctx, ddp, OPTIMIZERS["sgd"](ddp.parameters()))
+        ddp._update_process_group(ctx.group)
+    else:
+        net = made(0 if how == "equal" else ctx.rank)
+        ddp = wrapped(ctx, net, init_sync=False, **options)
+    return ddp
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["move", "alone"])
+def test_weights_of_some_ranks_are_other_ones(ctx, how):
+    ddp = wrapped_anew(ctx, how)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    if how == "move" and ctx.rank == 1:
+        with torch.no_grad():
+            ddp.module[0].weight.add_(1)
+    error = error_of(lambda: step(ctx, ddp, optimizer))
+    assert error.startswith(MISMATCH.format(ctx.rank)), error
+    assert "0.weight" in error
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("how", ["move", "equal"])
+def test_equal_weights_train_on_and_are_compared_later(ctx, how):
+    ddp = wrapped_anew(ctx, how)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    assert not told(lambda: [step(ctx, ddp, optimizer) for _ in range(3)])
+    final = state_of(ddp)
+    if ctx.rank == 1:
+        with torch.no_grad():
+            ddp.module[0].weight.add_(1)
+    ddp._reducer.ledger.finalized += 97
+    assert error_of(lambda: step(ctx, ddp, optimizer)).startswith("ReplicaMismatch")
+    return final
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["move", "alone"])
+def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
+    """Ranks need not pass the same options: none of them hangs."""
+    ddp = wrapped_anew(ctx, "equal")
+    if how == "move" and ctx.rank == 0:
+        ddp._update_process_group(ctx.group)
+    else:
+        ddp._replication.stop_comparing()
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    for number in range(4):
+        step(ctx, ddp, optimizer, number)
+    return state_of(ddp)
+
+
+# -------------------------------------------------------------------- excused mistakes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", ["warn", "ignore"])
+def test_an_excused_mistake_is_followed_up(ctx, policy):
+    ddp = wrapped(ctx, made(), unsynced=policy)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+    heard = told(lambda: step(ctx, ddp.module, optimizer))
+    assert len(heard) == (policy == "warn")
+    heard = told(lambda: [step(ctx, ddp, optimizer, n) for n in range(4)])
+    if policy == "ignore":
+        assert not heard
+        return
+    (text,) = heard
+    assert text.startswith(
+        f"[rank {ctx.rank}] The replicas differ: at the beginning of"
+    )
+    assert "a mistake was only warned of, because of unsynced='warn'" in text
+
+
+@on_ranks(2)
+def test_a_mistake_of_one_rank_is_followed_up_on_schedule(ctx):
+    """The other one does not know, and nobody waits for it."""
+    ddp = wrapped(ctx, made(), unsynced="warn")
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+    if ctx.rank == 1:
+        assert told(lambda: step(ctx, ddp.module, optimizer))
+    assert not told(lambda: [step(ctx, ddp, optimizer, n) for n in range(3)])
+    ddp._reducer.ledger.finalized = 100
+    assert len(told(lambda: step(ctx, ddp, optimizer))) == 1
