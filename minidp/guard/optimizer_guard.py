@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import nn
@@ -61,6 +61,9 @@ from .mistakes import (
     refuse_forward,
     suspect_late,
 )
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
 
 # After a step for other ranks to come to their next backward; else they are asked when
 # this rank comes to its own.
@@ -106,6 +109,7 @@ class Guard:
         self._has_warned = False  # of a change that could not be judged
         self._was_made_elsewhere = False  # when such a step was judged, and right
         self._steps = _Steps(reducer)  # of our optimizers, outside no_sync()
+        self._local_trust = _Trust()
         self._skip_trust = _Trust()
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
@@ -123,8 +127,10 @@ class Guard:
             _install_hooks()
 
     @untraced
-    def check(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer, *, in_closure: bool = False) -> None:
         """Check a step about to run, outside no_sync(): raise or warn, as ``unsynced``.
+
+        ``in_closure``: the step has begun already, and has just called its closure.
 
         May wait for other ranks, if something is suspicious. Inside no_sync() and
         outside: DoubleStepError after `expect_in_backward`, and ItemCountError, see
@@ -147,7 +153,7 @@ class Guard:
                 self.precondition()
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
-            if is_ours:
+            if is_ours and in_closure:  # the closure may call the model once more
                 self._steps.note(optimizer)
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
@@ -233,6 +239,7 @@ class Guard:
         """Count a step of our parameters that has ended, outside no_sync()."""
         if self._stepping == id(optimizer):
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+            self._steps.note(optimizer)
             self._stepping = 0
             if self.replica_check is not None:
                 self.replica_check.has_optimizer = True
@@ -274,6 +281,7 @@ class Guard:
         self._check_cast()
         self._check_changes()
         self._check_skipped_step()
+        self._compare_after_local_steps()
 
     def _check_cast(self) -> None:
         """Complain if parameters were cast on some ranks only."""
@@ -393,6 +401,16 @@ class Guard:
             conclude = functools.partial(Guard._conclude_skipped, suspicion=suspicion)
             asks = _AskInBackward(self, conclude, Guard._is_skip_suspicious)
             _add_once(self.reducer, asks)
+
+    def _compare_after_local_steps(self) -> None:
+        """Let the replicas be compared in the step that begins, after local training.
+
+        They were made equal again, or it was a mistake: an indentation too deep, say.
+        """
+        check, ledger = self.replica_check, self.reducer.ledger
+        if check is not None and ledger.was_local and self._local_trust.is_due():
+            self._local_trust.note(is_decided=True)
+            check.meet_after_local_steps()
 
     def _is_skip_suspicious(self) -> bool:
         """Return whether still no step has come, and it is time to ask about it."""
@@ -764,14 +782,30 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         guard.confirm(optimizer)
 
 
+# The number of our hook among those of an optimizer.
+_own_hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
 @untraced
-def _before_any_step(
+def _before_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Put our check of this step behind all other hooks; a pre-hook of all optimizers.
+
+    The user's own hooks may average gradients, and come before the step in any case.
+    """
+    hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+    if _own_hooks.get(optimizer) not in hooks:
+        _own_hooks[optimizer] = optimizer.register_step_pre_hook(_before_step).id
+    hooks.move_to_end(_own_hooks[optimizer])
+
+
+@untraced
+def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let live guards check the step; with a closure, after each call of that.
 
-    A pre-hook of all optimizers. Return None, or the step's arguments with the closure
-    wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
+    The last pre-hook of an optimizer. Return None, or the step's arguments with the
+    closure wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
     """
     guards = _live_guards()
     if dropped.orphans:
@@ -790,7 +824,7 @@ def _before_any_step(
     def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
         result = closure(*closure_args, **closure_kwargs)
         for guard in _live_guards():
-            guard.check(optimizer)
+            guard.check(optimizer, in_closure=True)
         return result
 
     if "closure" in kwargs:

@@ -242,6 +242,14 @@ class ReplicaCheck(Observer):
             self._has_met_excuse = True
             self.meet(f"{self.name}/excused/{self._ledger.finalized}")
 
+    def meet_after_local_steps(self) -> None:
+        """Compare in the next step, because the replicas have trained apart before it.
+
+        If only some ranks have, only these come here, and nothing is compared.
+        """
+        if self.name:
+            self.meet(f"{self.name}/local/{self._ledger.finalized}")
+
     @property
     def are_comparable(self) -> bool:
         """Whether replicas have to be equal in each forward, as far as is known."""

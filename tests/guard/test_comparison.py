@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidp import UnsyncedGradientsError
 from minidp.guard import comparison
@@ -378,6 +380,95 @@ def test_a_rank_that_never_steps_is_not_sent_the_steps_of_others(ctx, num_sent):
 
     assert "No optimizer has stepped on this rank" in message_of(train)
     assert len(done) == num_sent + 1
+
+
+@on_ranks(2)
+def test_a_step_that_raises_on_one_rank_was_not_made(ctx):
+    ddp, optimizer = setting(ctx)
+
+    def fail(*_):
+        if ctx.rank == 1 and len(done) == 3:
+            done.append("failed")
+            raise RuntimeError("boo")
+
+    optimizer.register_step_pre_hook(fail)
+    done = []
+
+    def train():
+        for k in range(8):
+            optimizer.zero_grad()
+            ddp(X).backward()
+            with suppress(RuntimeError):
+                optimizer.step()
+            done.append(k)
+
+    assert "No optimizer has stepped on this rank" in message_of(train)
+    assert len(done) <= 5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_global", [True, False])
+def test_gradients_may_be_averaged_by_a_hook_of_the_step(ctx, is_global):
+    ddp, optimizer = setting(ctx)
+
+    def average(*_):
+        average_by_hand(ctx, ddp)
+
+    register = register_optimizer_step_pre_hook
+    hook = (register if is_global else optimizer.register_step_pre_hook)(average)
+    for _ in range(3):
+        optimizer.zero_grad()
+        local_backwards(ctx, ddp)
+        optimizer.step()
+    hook.remove()
+    return values(ddp)
+
+
+@on_ranks(2)
+def test_a_local_phase_ends_in_a_comparison(ctx):
+    """After the scheduled ones; the guard then looks for left-out steps again."""
+    ddp, optimizer = setting(ctx)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(X).backward()
+        optimizer.step()
+    with ddp.no_sync():
+        ddp(X * (ctx.rank + 1)).backward()
+        optimizer.step()
+    for param in ddp.parameters():
+        dist.all_reduce(param.data, group=ctx.group)
+        param.data /= ctx.world_size
+
+    def train():
+        for k in range(6):
+            optimizer.zero_grad()
+            ddp(X).backward()
+            if k != 3 or ctx.rank == 0:
+                optimizer.step()
+
+    assert "No optimizer has stepped on this rank" in message_of(train)
+
+
+@on_ranks(2)
+def test_a_step_in_no_sync_that_nobody_averages_is_warned_of(ctx):
+    ddp, optimizer = setting(ctx)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(X).backward()
+        optimizer.step()
+    with ddp.no_sync():
+        optimizer.zero_grad()
+        ddp(X * (ctx.rank + 1)).backward()
+        optimizer.step()
+
+    def train():
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(X).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="updated inside no_sync"):
+        train()
 
 
 @on_ranks(2)
