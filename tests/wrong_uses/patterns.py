@@ -155,6 +155,8 @@ row(name, RIGHT, text, "default views", **LEGAL, **WHOLE)
 name = "optimizer.step() indented into no_sync()"
 text = times(2, f"{times(2, f'no_sync, {BLIND}, synced')}, {BLIND}")
 row(name, SILENT, text, static=ERROR, **AB, **WHOLE)
+name = "optimizer.step() indented into no_sync(), after some right steps"
+row(name, SILENT, f"{times(4, STEP)}, {text}", FEW, **AB, **WHOLE)
 text = times(3, f"{BACKWARD}, forward, drop, step")
 row("a forward between backward and step", RIGHT, text, **WHOLE)
 
