@@ -788,10 +788,13 @@ _own_hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 @untraced
 def _before_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Put our check of this step behind all other hooks; a pre-hook of all optimizers.
+    """Tell recorders that a step begins, and let our check be its last hook.
 
-    The user's own hooks may average gradients, and come before the step in any case.
+    A pre-hook of all optimizers. The user's own hooks may average gradients, and come
+    before the step in any case.
     """
+    for guard in _live_guards():
+        guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
     if _own_hooks.get(optimizer) not in hooks:
         _own_hooks[optimizer] = optimizer.register_step_pre_hook(_before_step).id
@@ -805,18 +808,14 @@ def _before_step(
     """Let live guards check the step; with a closure, after each call of that.
 
     The last pre-hook of an optimizer. Return None, or the step's arguments with the
-    closure wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
+    closure wrapped so. Raises as `Guard.check`.
     """
-    guards = _live_guards()
     if dropped.orphans:
         dropped.warn_of_orphans(optimizer, is_averaged)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        for guard in guards:
+        for guard in _live_guards():
             guard.check(optimizer)
-    for guard in guards:
-        guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
-    if not callable(closure):
         return None
 
     @untraced_itself
