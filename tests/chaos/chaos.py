@@ -48,7 +48,7 @@ from tests.chaos.saboteur import DEEDS, Plan, moments, occurrences
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "elastic_checkpoint.py"
-SABOTEUR = ROOT / "tests" / "fault" / "saboteur.py"
+SABOTEUR = Path(__file__).with_name("saboteur.py")
 STEPS, EVERY = 24, 6
 HANG_TIMEOUT = 5.0
 SAVES = STEPS // EVERY
