@@ -67,56 +67,56 @@ def test_training_without_the_wrapper_is_named_once(ctx, when):
     assert not dropped.orphans
 
 
-def fine_tune(ctx, ddp, net):
-    step(ddp, sgd(net))
+def fine_tune(ctx, held, net):
+    step(held.pop(), sgd(net))
     return sgd(net)
 
 
-def wrap_again(ctx, ddp, net):
+def wrap_again(ctx, held, net):
     KEPT[:] = [wrapped(ctx, net)]
     return sgd(net)
 
 
-def wrap_and_end_training(ctx, ddp, net):
+def wrap_and_end_training(ctx, held, net):
     """The first wrapper was never used: only the second one counts."""
     again = wrapped(ctx, net)
-    del ddp
+    held.clear()
     gc.collect()
     step(again, sgd(net))
     return sgd(net)
 
 
-def attach_and_detach(ctx, ddp, net):
-    del ddp
+def attach_and_detach(ctx, held, net):
+    held.clear()
     gc.collect()
     minidp.attach(net, process_group=ctx.group).detach()
     return sgd(net)
 
 
-def ignore(ctx, ddp, net):
-    del ddp
+def ignore(ctx, held, net):
+    held.clear()
     gc.collect()
     wrapped(ctx, net, unsynced="ignore")
     return sgd(net)
 
 
-def wrap_in_torchs(ctx, ddp, net):
+def wrap_in_torchs(ctx, held, net):
     KEPT[:] = [DistributedDataParallel(net, process_group=ctx.group)]
     return sgd(net)
 
 
-def remove_hooks(ctx, ddp, net):
-    ddp._remove_autograd_hooks()
+def remove_hooks(ctx, held, net):
+    held[0]._remove_autograd_hooks()
     return sgd(net)
 
 
-def drop_a_copy(ctx, ddp, net):
-    twin = copy.deepcopy(ddp).module
-    KEPT[:] = [ddp, twin]
+def drop_a_copy(ctx, held, net):
+    twin = copy.deepcopy(held[0]).module
+    KEPT[:] = [held[0], twin]
     return sgd(twin)
 
 
-def step_without_gradients(ctx, ddp, net):
+def step_without_gradients(ctx, held, net):
     net.requires_grad_(requires_grad=False)
     net.forward = lambda x: torch.ones(1, requires_grad=True) * x
     return sgd(net)
@@ -132,8 +132,9 @@ RIGHT = [
 @pytest.mark.parametrize("number", range(len(RIGHT)), ids=[f.__name__ for f in RIGHT])
 def test_right_endings_of_a_wrapper(ctx, number):
     net = nn.Linear(3, 1)
-    ddp = [wrapped(ctx, net)]
-    optimizer = RIGHT[number](ctx, ddp.pop(), net)
+    held = [wrapped(ctx, net)]  # alone: before 3.11 a caller keeps what it passes
+    optimizer = RIGHT[number](ctx, held, net)
+    held.clear()
     gc.collect()
     heard = [step(net, optimizer) for _ in range(2)]
     KEPT.clear()

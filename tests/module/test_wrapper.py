@@ -63,6 +63,12 @@ def test_an_attribute_without_a_value_says_why(lone_group, options, says):
         ddp.item_total  # noqa: B018
 
 
+deprecated_trace = pytest.mark.filterwarnings(
+    r"ignore:.torch.jit.trace\w*. is deprecated"
+)
+
+
+@deprecated_trace
 @pytest.mark.parametrize("mode", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_a_trace_is_torchs(lone_group, mode):
     module, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), batch()
@@ -78,6 +84,7 @@ def test_a_trace_is_torchs(lone_group, mode):
     assert same(our_grads, their_grads)
 
 
+@deprecated_trace
 @modes
 def test_a_trace_of_what_torch_cannot_trace(lone_group, mode):
     """It has module buffers; and torch's trace of the last two modes cannot run."""

@@ -163,12 +163,13 @@ def test_a_forward_that_waits_in_vain(ctx):
 
 def one_rank_stays_away(ctx):
     ddp = wrapped(ctx, Two())
+    ddp._reducer.communicator.limit = 1.0  # not for wrapping, which may take longer
     if ctx.rank != 1:
         ddp.reset()
 
 
 def test_a_rank_that_never_comes_is_named():
-    results = run_fresh(one_rank_stays_away, 3, group_timeout=1.0, errors="return")
+    results = run_fresh(one_rank_stays_away, 3, errors="return")
     assert results[1] is None
     for rank in (0, 2):
         assert results[rank].kind == CollectiveError.__name__
