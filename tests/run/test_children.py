@@ -119,9 +119,10 @@ DROPS = """
 import gc, weakref, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-net, parts, x = torch.nn.Linear(1, 1), [], torch.ones(1, 1)
+net, wrappers, parts, x = torch.nn.Linear(1, 1), [], [], torch.ones(1, 1)
 for _ in range(2):  # the same module: hooks of the first wrapper must be gone
     model = DistributedDataParallel(net, process_group=dist.new_group([0]))
+    wrappers.append(weakref.ref(model))
     parts += map(weakref.ref, (model.reducer, model.process_group))
     for _ in range(2):
         model(x).backward()
@@ -129,7 +130,7 @@ for _ in range(2):  # the same module: hooks of the first wrapper must be gone
     del model
     gc.collect()
 net(x).backward()
-print([part() is not None for part in parts])
+print(*([one() is not None for one in some] for some in (wrappers, parts)))
 """
 
 
@@ -145,10 +146,10 @@ def test_a_launcher_that_a_script_starts_is_imported_once(outside, module):
 
 
 def test_ranks_on_torch_are_not_taken_down_either(outside):
-    """Torch's destructors may hang, and then whoever waits for such a rank does."""
-    plain, done = (
-        python("-c", DROPS),
-        child("-c", DROPS, swaps=False, is_compared=True),
-    )
-    assert plain.stdout == f"{[False] * 4}\n", plain.stderr
-    assert done.stdout == f"{[True] * 4}\n", done.stderr
+    """Torch's destructors may hang, and then whoever waits for such a rank does.
+
+    So parts of a dropped wrapper stay, and the wrapper itself goes as ever. There is
+    no run without the mend beside it, for one in six or so would hang.
+    """
+    done = child("-c", DROPS, swaps=False, is_compared=True)
+    assert done.stdout == f"{[False] * 2} {[True] * 4}\n", done.stderr
