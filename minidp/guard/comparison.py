@@ -13,9 +13,10 @@ rank that suspects nothing does not come to it:
                  backward, and has not made the step that this rank is about to make,
                  that proves a mistake. If it has made the step, or is elsewhere,
                  nothing is proved, and the parameters decide later.
-    parameters   This rank asks again when it begins its next backward. The others
-                 answer from inside their wait (`Comparison.answer`): their parameters
-                 stay as they are until this rank has joined.
+    parameters   This rank asks after its step, or when it begins its next backward.
+                 The others answer from inside their wait in their next forward or
+                 backward (`Comparison.answer`): their parameters stay as they are
+                 until this rank has joined.
 """
 
 from __future__ import annotations
@@ -113,12 +114,21 @@ class Comparison:
 
     They meet through the store, because some may not come. Only if all have come does a
     collective find out whether a difference is mere rounding.
-    ``key`` returns the wrapper's place in the store, which is the same on all ranks.
+    ``key`` returns the wrapper's place in the store, which is the same on all ranks,
+    and ``replaced``, by name, the parameters that the module has got since it was
+    wrapped: a rank that asks compares these in the place of those of the same names.
     """
 
-    def __init__(self, reducer: Reducer, key: Callable[[], str]) -> None:
-        self._reducer, self._key = reducer, key
+    def __init__(
+        self,
+        reducer: Reducer,
+        key: Callable[[], str],
+        replaced: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> None:
+        self._reducer, self._key, self._replaced = reducer, key, replaced
         self._is_asking = False
+        # The ledger's `finalized` and `steps` when the last forward began.
+        self._at_forward = (0, 0)
         self._place, self._repeats = "", 0  # of the last comparison
         self._answered = ""  # the last question that `answer` has answered
         self._topics: list[str] = []  # of comparisons that all ranks came to
@@ -166,7 +176,7 @@ class Comparison:
 
         The other ranks wait for this rank in the same backward, and answer from there.
         With ``patience`` (seconds) it may be called before, after this rank's step: the
-        others will come to the backward if all goes well.
+        others will come to the forward and backward after it if all goes well.
 
         In a backward, too, the wait has an end, although it is not decided then. A rank
         that never comes is named by the wait for the first bucket, which follows.
@@ -175,7 +185,20 @@ class Comparison:
         if patience is None:
             limit = self._reducer.communicator.limit or math.inf
             patience = min(PATIENCE_SECONDS, limit / 4)
-        return self._compare(moment, self._reducer.params, asks=True, patience=patience)
+        return self._compare(moment, self._present(), asks=True, patience=patience)
+
+    def _present(self) -> list[torch.Tensor]:
+        """Return the parameters that the module has now in the places of ours."""
+        reducer, replaced = self._reducer, self._replaced()
+        if not replaced:
+            return [*reducer.params]
+        named = zip(reducer.names, reducer.params, strict=True)
+        return [replaced.get(name, param) for name, param in named]
+
+    def note_forward(self) -> None:
+        """Note that a synchronising forward begins, with the parameters as they are."""
+        ledger = self._reducer.ledger
+        self._at_forward = ledger.finalized, ledger.steps
 
     def _compare(
         self,
@@ -195,7 +218,8 @@ class Comparison:
         store = self._store()
         topic = self._next_topic(moment)
         if asks:
-            post_json(store, "ask", ledger.finalized, topic)
+            steps = ledger.steps if moment == "stepped" else None
+            post_json(store, "ask", ledger.finalized, [topic, steps])
         post_json(store, topic, communicator.rank, [digest, True, part])
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
@@ -238,21 +262,25 @@ class Comparison:
     def answer(self) -> None:
         """Tell a rank that asks for the parameters of this replica what they are.
 
-        Called now and then while this rank waits for other ranks. It answers only from
-        inside the backward in which the other rank asks.
+        Called now and then while this rank waits for other ranks. A rank that asks in
+        its backward is answered from inside the same one. One that asks after its step
+        may also be answered from the forward after that step, but only if this rank has
+        made as many steps as it: with two optimizers, the other's may still come.
         """
-        reducer = self._reducer
-        is_there = reducer.phase.now in (Phase.REDUCING, Phase.FINALIZING)
+        reducer, ledger = self._reducer, self._reducer.ledger
+        step, steps = ledger.finalized, ledger.steps
+        reduces = reducer.phase.now in (Phase.REDUCING, Phase.FINALIZING)
         has_stepped = any(each.uses_grads for each in reducer.queue.observers)
+        is_there = reduces or self._at_forward == (step, steps)
         if not is_there or has_stepped or self._is_asking or not self.is_needed:
             return
-        step = reducer.ledger.finalized
         with suppress(RuntimeError):  # the store is lost: the wait itself will tell
             if not has_store(reducer.communicator.group):
                 return
             store = self._store()
-            topic = read_json(store, "ask", [step]).get(step, "")
-            if topic and topic != self._answered:
+            topic, after = read_json(store, "ask", [step]).get(step, ("", None))
+            can_answer = reduces if after is None else after == steps
+            if can_answer and topic and topic != self._answered:
                 self._answered = topic
                 post = [_digest(reducer.params), False, 0]
                 post_json(store, topic, reducer.communicator.rank, post)

@@ -94,7 +94,7 @@ class Guard:
         self.precondition: Callable[[], None] | None = None
         self.index = {id(param): i for i, param in enumerate(reducer.params)}
         self.late_parameters = LateParameters(replica)
-        self.comparison = Comparison(reducer, key)
+        self.comparison = Comparison(reducer, key, self.late_parameters.find)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
@@ -270,6 +270,7 @@ class Guard:
             self._judge_open_step(verdict)
         if not reducer.ledger.sync_enabled:
             return
+        self.comparison.note_forward()
         if self._joined:
             self._judge_joined()
         reducer.ledger.lent.clear()

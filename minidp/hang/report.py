@@ -202,8 +202,9 @@ class Passed:
         step: The number of the backward after which the ranks meet.
         steps: How many optimizer steps the asking rank has made since that backward.
         started: How many collectives of the wrapper the asking rank has started.
-        may_answer: Whether a rank that has stepped or is reducing comes all the same.
-            It counts as gone only if it waits for long and does not answer.
+        may_answer: Whether a rank that is reducing, or has made as many steps and waits
+            in its next forward, comes all the same. It counts as gone only if it waits
+            for long and does not answer.
 
     Attributes:
         stepped: Ranks that have made one optimizer step more.
@@ -250,7 +251,8 @@ class Passed:
         is_here = status.step == self._step
         waits_for_us = status.started > self._started  # in a collective of the wrapper
         if self._may_answer:
-            if is_here and status.is_reducing:
+            in_forward = waits_for_us and status.steps == self._steps
+            if is_here and (status.is_reducing or in_forward):
                 is_silent = is_stuck and world.now() > self._answers_until
                 return self.gone if is_silent else None
             is_stuck |= is_here and waits_for_us

@@ -148,6 +148,9 @@ PINNED = {
     "replaced on one rank, and a step with the gradients of before": (
         f"{UNZEROED}, parameter replaced @1, step half",
     ),
+    "replaced on one rank, and the old one stepped twice": (
+        f"{UNZEROED}, parameter replaced @0, blind step, {STEP}",
+    ),
     "a forward too many": (f"forward(ac) !1, {STEP}, forward", UNUSED, EACH_ALONE),
     "NaN on one rank": (f"NaN @0, {UNZEROED}",),
     "cast behind views on one rank": (
