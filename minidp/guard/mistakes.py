@@ -6,12 +6,14 @@ becomes an error only if a comparison of the ranks proves it (`comparison`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +52,9 @@ class Suspicion:
     expected: str = "the same gradients on all ranks"
     # It is about who makes the step: what the gradients are is beyond doubt.
     is_of_coming: bool = False
+    # Ranks that went on without this step prove that it is a mistake. Not if it may
+    # change nothing, as a second step of gradients of zeros does.
+    blames_absent: bool = True
 
     def to_text(self, rank: int, found: str) -> str:
         """Return the text of the error, once a comparison has ``found`` a proof."""
@@ -137,6 +142,7 @@ class StepCheck:
             or self._find_missing_gradients()
             or self._find_local_gradients()
             or self._find_left_out_backward()
+            or self._find_other_gradients()
         )
 
     def acquit(self) -> None:
@@ -218,6 +224,35 @@ class StepCheck:
             "the same step on all ranks, without a backward",
             # Zeros, or averages of an earlier backward, if none were made elsewhere.
             is_of_coming=self._ledger.bypassed is None,
+        )
+
+    def _find_other_gradients(self) -> Suspicion | None:
+        """Suspect a step that no averaged backward came before, and no local one.
+
+        The script has set ``.grad`` itself, or steps twice after one backward. That is
+        right in most scripts, so nothing is suspected if the ranks have no store to
+        compare it, or if all gradients are zeros: a step like that allocates the state
+        of an optimizer.
+        """
+        is_right = self._is_reduced or not self.held or is_nested(self._optimizer)
+        if is_right or not self._guard.comparison.can_ask:
+            return None
+        others, params = self._guard.others(), self._reducer.params
+        names = [
+            name
+            for i, name in self.held.items()
+            if not any(other.has_averaged(params[i]) for other in others)
+        ]
+        if not names or not any(is_nonzero(params[i].grad) for i in self.held):
+            return None
+        return Suspicion(
+            "An optimizer steps although no backward has brought averages since its "
+            "last step.",
+            names,
+            "if the script sets .grad itself (by torch.func or torch.autograd.grad), "
+            "average the gradients with torch.distributed.all_reduce before the step; "
+            "if it steps twice after one backward(), do so on all ranks",
+            blames_absent=False,
         )
 
 
@@ -464,6 +499,31 @@ def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str,
     # At the time of the error: how to pass an option depends on how the script runs.
     do = "; ".join(remedies).replace("{ignore}", passing(unsynced="ignore"))
     return "; and ".join(whats), do
+
+
+# The code in which torch runs the hooks around every `step`.
+_STEP = next(
+    (
+        each
+        for each in Optimizer.profile_hook_step.__code__.co_consts
+        if isinstance(each, CodeType)
+    ),
+    None,
+)
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Return whether the step whose hook runs is a part of another one.
+
+    So it is where the optimizer's class calls ``super().step()`` in its own ``step``.
+    """
+    frame: FrameType | None = sys._getframe()
+    num_steps = 0
+    while frame is not None:
+        is_step = frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        num_steps += is_step
+        frame = frame.f_back
+    return num_steps > 1
 
 
 def is_nonzero(grad: torch.Tensor | None) -> bool:

@@ -10,7 +10,9 @@ only a difference is an error:
 
     before a step    the gradients that it applies, if some were never averaged by us
     after a step     the parameters, if they had changed after a local backward. Not
-                     before: weights that were moved for a while are back by then
+                     before: weights that were moved for a while are back by then.
+                     Also if the gradients differed before it, and the optimizer has a
+                     ``step`` of its own, which may have averaged them
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
                      and all, if the ranks made different steps before, because these
                      may have sent each other the results
@@ -21,6 +23,7 @@ only a difference is an error:
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +61,7 @@ from .mistakes import (
     StepCheck,
     Suspicion,
     find_cast,
+    is_nested,
     refuse_forward,
     suspect_late,
 )
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
 # this rank comes to its own.
 _PATIENCE_SECONDS = 2.0
 _NUM_EARLY = 8  # comparisons that do not make the next ones rarer
+_SAME_AFTER = "the same parameters on all ranks after the step"
 
 
 class Guard:
@@ -105,6 +110,8 @@ class Guard:
         self._open_step: Suspicion | None = None
         self._asks_after_step = False
         self._tells_open_step = False  # with a warning, if nobody answers
+        # A step of gradients that differ, which the optimizer itself may average.
+        self._own_step: Suspicion | None = None
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
         self._was_made_elsewhere = False  # when such a step was judged, and right
@@ -144,10 +151,11 @@ class Guard:
         # An optimizer that never stepped has missed nothing, unless a backward passed
         # our hooks: then its gradients may be those of that backward.
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
+        last = self._at_step.get(optimizer, never)
         self._stepping = id(optimizer) if is_ours and ledger.sync_enabled else 0
         if is_ours:
             self._check_counts()
-        step = StepCheck(self, optimizer, self._at_step.get(optimizer, never))
+        step = StepCheck(self, optimizer, last)
         if ledger.sync_enabled:
             if is_ours and self.precondition is not None:
                 self.precondition()
@@ -187,22 +195,34 @@ class Guard:
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
         if suspicion is not None and self._step_trust.is_due():
-            if self._was_made_elsewhere:  # the others will not come this time either
-                outcome = _Outcome.MADE_ELSEWHERE
-            else:
-                outcome = self._judge(suspicion, lambda: self._compare(step, optimizer))
-            if outcome is _Outcome.RIGHT:
-                step.acquit()
-            elif outcome is not _Outcome.WRONG:
-                self._open_step = suspicion
-                self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
-                self._tells_open_step = False
+            self._judge_step(step, optimizer, suspicion)
         if joined and step.held:
             self._joined = joined
             if self._judge_joined() is _Outcome.MADE_ELSEWHERE:
                 # Other ranks lack the parameters: usually that is a mistake.
                 self._open_step = suspect_late(self.reducer, joined)
                 self._asks_after_step = self._tells_open_step = True
+
+    def _judge_step(
+        self, step: StepCheck, optimizer: Optimizer, suspicion: Suspicion
+    ) -> None:
+        """Complain of a step if that is proved; if it stays open, judge it later."""
+        if self._was_made_elsewhere:  # the others will not come this time either
+            outcome = _Outcome.MADE_ELSEWHERE
+        else:
+            outcome = self._judge(
+                suspicion,
+                lambda: self._compare(step, optimizer),
+                may_average=bool(step.held) and _has_own_step(optimizer),
+            )
+        if outcome is _Outcome.RIGHT:
+            step.acquit()
+        elif outcome is _Outcome.LEFT_TO_THE_STEP:
+            self._own_step = suspicion
+        elif outcome is not _Outcome.WRONG:
+            self._open_step = suspicion
+            self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
+            self._tells_open_step = False
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
         """Compare the gradients of a coming step between the ranks that suspect it."""
@@ -219,11 +239,14 @@ class Guard:
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
         is_suspicious |= self._change is not None or self._asks_after_step
-        if not is_suspicious or not ledger.sync_enabled:
+        is_suspicious |= self._own_step is not None
+        if not is_suspicious or not ledger.sync_enabled or is_nested(optimizer):
             return
         held = self._held_by(optimizer)
         if not held or id(optimizer) in self._allowed:
             return
+        if self._own_step is not None:
+            self._judge_own_step(held)
         if check is not None and check.suspect is not None:
             check.confirm([self.reducer.names[i] for i in held])
         if self._change is not None and not self._change.indices.isdisjoint(held):
@@ -346,9 +369,7 @@ class Guard:
         """
         assert self._open_step is not None
         suspicion, self._open_step = self._open_step, None
-        suspicion = replace(
-            suspicion, expected="the same parameters on all ranks after the step"
-        )
+        suspicion = replace(suspicion, expected=_SAME_AFTER)
         conclude = functools.partial(
             Guard._conclude_step, suspicion=suspicion, made_elsewhere=made_elsewhere
         )
@@ -367,6 +388,15 @@ class Guard:
             self._change = None
             find_change(self.reducer)  # nor is an older change of interest
         self._was_made_elsewhere = verdict.is_equal and made_elsewhere
+        self._conclude(verdict, suspicion=suspicion)
+
+    def _judge_own_step(self, held: Sequence[int]) -> None:
+        """Judge a step that may have averaged its gradients by what it made of them."""
+        assert self._own_step is not None
+        suspicion, self._own_step = self._own_step, None
+        suspicion = replace(suspicion, expected=_SAME_AFTER)
+        verdict = self.comparison.of_parameters("after", held)
+        self._step_trust.note(is_decided=verdict.are_all_here)
         self._conclude(verdict, suspicion=suspicion)
 
     def _check_skipped_step(self) -> None:
@@ -467,12 +497,23 @@ class Guard:
             return outcome
         return _Outcome.RIGHT
 
-    def _judge(self, suspicion: Suspicion, compare: Callable[[], Verdict]) -> _Outcome:
-        """Compare, and complain if that proves the suspicion."""
+    def _judge(
+        self,
+        suspicion: Suspicion,
+        compare: Callable[[], Verdict],
+        *,
+        may_average: bool = False,
+    ) -> _Outcome:
+        """Compare, and complain if that proves the suspicion.
+
+        ``may_average``: the step that comes may do so, with all ranks that answered.
+        """
         if self.policy == "ignore":
             self._complain(suspicion.what)
             return _Outcome.WRONG
         verdict = compare()
+        if not suspicion.blames_absent:
+            verdict = replace(verdict, reducing=frozenset())
         is_right = verdict.is_equal or (
             suspicion.is_of_coming and verdict.have_all_stepped
         )
@@ -481,6 +522,8 @@ class Guard:
         if not verdict.proves_mistake:
             made = verdict.have_all_stepped and verdict.is_same_part
             return _Outcome.MADE_ELSEWHERE if made else _Outcome.OPEN
+        if may_average and verdict.are_all_here:
+            return _Outcome.LEFT_TO_THE_STEP
         self._complain(
             suspicion.to_text(self.reducer.rank, verdict.describe("values")),
             tells_others=not verdict.are_all_here,
@@ -534,7 +577,7 @@ class Guard:
         for each in observers:
             if isinstance(each, waiting):
                 observers.remove(each)
-        self._change, self._open_step = None, None
+        self._change, self._open_step, self._own_step = None, None, None
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
         self._steps.reset()
         self._joined, self._same_joined, self._same_cast = {}, {}, None
@@ -720,6 +763,7 @@ class _Outcome(Enum):
     WRONG = auto()  # a mistake is proved, or the user ignores all; it was complained of
     OPEN = auto()  # only the parameters can tell, later
     MADE_ELSEWHERE = auto()  # and they can after this step, which other ranks have made
+    LEFT_TO_THE_STEP = auto()  # the gradients differ; the optimizer may average them
 
 
 class _Trust:
@@ -781,6 +825,12 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         guard.trace(optimizer, StepEvent.OPTIMIZER_END)
     for guard in _live_guards():
         guard.confirm(optimizer)
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's class has a ``step`` that is not torch's."""
+    step = inspect.unwrap(type(optimizer).step)
+    return not str(getattr(step, "__module__", "")).startswith("torch.")
 
 
 # The number of our hook among those of an optimizer.

@@ -223,6 +223,22 @@ row(name, RIGHT, text, **LEGAL, **WHOLE)
 for how in ("evaluate", "backward", "inner"):
     name = f"functional_call with lent parameters, {how}"
     row(name, RIGHT, f"lent weights({how}), {BLIND}", ONE, **LEGAL)
+name = "two steps on one averaged backward, the second on one rank"
+row(name, SILENT, f"{BACKWARD}, step, blind step @1", FEW, **AB, after=times(2, STEP))
+text = "zero, gradients by torch.func, average .grad, blind step"
+name = "gradients by torch.func, averaged by hand"
+row(name, RIGHT, times(4, text), FEW, **LEGAL, **WHOLE)
+text = "zero, gradients by torch.func, blind step"
+row("gradients by torch.func, not averaged", SILENT, text, FEW, **AB)
+for what in ("gradients", "parameters"):
+    name = f"local gradients, and an optimizer that averages {what} in its step"
+    text = (
+        f"optimizer that averages({what}), {times(4, f'zero, {LOCAL_ONE}, blind step')}"
+    )
+    row(name, RIGHT, text, FEW, **LEGAL, **WHOLE)
+name = "local gradients, and an optimizer that averages nothing in its step"
+text = f"optimizer that averages(nothing), zero, {LOCAL_ONE}, blind step"
+row(name, SILENT, text, FEW, **AB)
 name = "an optimizer that takes each rank's noise off first"
 text = f"noisy optimizer, {times(4, 'noise, zero, forward, backward, blind step')}"
 row(name, RIGHT, text, **LEGAL, **WHOLE)
