@@ -420,14 +420,14 @@ class Guard:
         if self.comparison.can_ask:
             suspicion = Suspicion(
                 f"{self._steps.describe_left_out()} on this rank since a backward "
-                "brought averages, and other ranks have made a step. Replicas differ "
-                "now.",
+                "brought averages, and the replicas differ now: other ranks have made "
+                "a step, or parameters were changed by hand on some ranks only.",
                 names=self.reducer.names,
                 expected="the same parameters on all ranks",
                 remedy="if an exception after backward() was caught, leave out the "
-                "step on all ranks alike; to go on, call reset(copy_from=0) on all "
-                "ranks, which copies rank 0's parameters, buffers and optimizer state, "
-                "then zero_grad()",
+                "step on all ranks alike; and change parameters by hand on all ranks "
+                "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
+                "rank 0's parameters, buffers and optimizer state, then zero_grad()",
             )
             conclude = functools.partial(Guard._conclude_skipped, suspicion=suspicion)
             asks = _AskInBackward(self, conclude, Guard._is_skip_suspicious)

@@ -407,6 +407,31 @@ def test_a_step_that_raises_on_one_rank_was_not_made(ctx):
 
 
 @on_ranks(2)
+def test_a_change_by_hand_on_one_rank_is_not_taken_for_a_step(ctx):
+    """One rank updates by hand what the other one's optimizer steps, and equally."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    done = []
+
+    def train():
+        for k in range(12):
+            ddp.zero_grad()
+            ddp(X).backward()
+            done.append(k)
+            if ctx.rank == 0:
+                optimizer.step()
+                continue
+            with torch.no_grad():
+                for param in ddp.parameters():
+                    param -= 0.5 * param.grad
+                    param += 1.0 if k == 4 else 0.0
+
+    text = message_of(train)
+    assert "or parameters were changed by hand on some ranks only" in text
+    assert len(done) == 5
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("is_global", [True, False])
 def test_gradients_may_be_averaged_by_a_hook_of_the_step(ctx, is_global):
     ddp, optimizer = setting(ctx)
