@@ -99,7 +99,11 @@ def expect_death(
 
 def _leave_behind(facts: _Facts) -> None:
     for i, reference in enumerate(facts.params):
-        if (param := reference()) is not None:
+        if (param := reference()) is None:
+            continue
+        # Of two wrappers around it the one counts that trained.
+        other, k = orphans.get(id(param), (facts, i))
+        if facts.was_used or not other.was_used or other.params[k]() is not param:
             orphans[id(param)] = facts, i
 
 

@@ -86,6 +86,14 @@ def wrap_and_end_training(ctx, held, net):
     return sgd(net)
 
 
+def wrap_twice_and_drop_the_unused_last(ctx, held, net):
+    again = wrapped(ctx, net)
+    step(again, sgd(net))
+    del again
+    gc.collect()
+    return sgd(net)
+
+
 def attach_and_detach(ctx, held, net):
     held.clear()
     gc.collect()
@@ -124,6 +132,7 @@ def step_without_gradients(ctx, held, net):
 
 RIGHT = [
     *(fine_tune, wrap_again, wrap_and_end_training, attach_and_detach, ignore),
+    wrap_twice_and_drop_the_unused_last,
     *(wrap_in_torchs, remove_hooks, drop_a_copy, step_without_gradients),
 ]
 
