@@ -599,7 +599,7 @@ OWN_STEPS = """
 import time
 dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(2, 2))
-for _ in range(6):  # longer than --limit; no optimizer is torch's
+for _ in range(9):  # longer than --limit; no optimizer is torch's
     model(torch.ones(1, 2)).sum().backward()
     with torch.no_grad():
         for param in model.parameters():
@@ -631,7 +631,7 @@ for _ in range(6):  # longer than --limit; no optimizer is torch's
             ["failed on minidp only, with exit status 7: on torch's DDP it ended well"],
         ),
         (
-            [*ONE, "--limit", "6"],
+            [*ONE, "--limit", "15"],
             STUCK_ON_MINIDP,
             1,
             ["on torch's DDP the script ended well, but rank 0 made no optimizer step"],
@@ -648,7 +648,7 @@ for _ in range(6):  # longer than --limit; no optimizer is torch's
             1,
             ["the run on torch was a run on minidp"],
         ),
-        ([*ONE, "--limit", "5"], OWN_STEPS, 0, ["identical, bit for bit (models: 1"]),
+        ([*ONE, "--limit", "12"], OWN_STEPS, 0, ["identical, bit for bit (models: 1"]),
     ],
 )
 def test_what_fails_or_cannot_be_compared(tmp_path, train, options, body, status, says):
