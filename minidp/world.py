@@ -3,7 +3,7 @@
 Code that waits (`minidp.comm`, `minidp.hang`, the comparisons of `minidp.guard` and
 `minidp.replica`) asks this module and not `time` or `threading`, so that a test can put
 a simulated world in its place and decide about every order of events. The rest of the
-outside is behind doors of the same kind: stores come from `minidp.comm.groups`, and
+outside is behind doors of the same kind: stores come from `minidp.comm.stores`, and
 collectives from `minidp.comm.collectives`.
 """
 

@@ -1,10 +1,25 @@
 """Process groups, and collectives with a time limit.
 
-Read `groups` (process groups; values that ranks exchange through a key-value store),
-`work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
-group, its time limit, errors that name missing ranks).
+Each file imports only from files above it in this list::
+
+    work            waits for a collective in flight; marks a thread that waits
+    groups          which group, and who is in it
+    backends        what carries its messages
+    stores          values that ranks exchange through torch's key-value store
+    endings         leave a group whose collectives still run; end the process
+    side_groups     more groups over the same ranks, for one purpose each
+    replacements    a group in place of one that failed
+    collectives     c10d's collectives, as we call them
+    communicator    a group, its time limit, errors that name missing ranks
 """
 
+from .backends import (
+    backend_name,
+    exchange_device,
+    group_timeout,
+    is_builtin,
+    is_plain_gloo,
+)
 from .collectives import (
     MESSAGE_BYTES,
     all_reduce,
@@ -25,37 +40,30 @@ from .communicator import (
     Question,
     answerers,
 )
+from .endings import keep_for_good
 from .groups import (
     ProcessGroup,
-    address_of,
-    backend_name,
     default_first_bucket_bytes,
     default_group,
-    exchange_device,
-    free_replaced,
-    fresh_group,
-    gather_json,
     group_name,
-    group_of_forwards,
     group_ranks,
-    group_store,
-    group_timeout,
-    has_store,
-    is_builtin,
     is_group,
     is_initialized,
-    is_plain_gloo,
     joined_group,
-    keep_for_good,
-    launcher_store,
     lifetime_of_default_group,
+)
+from .replacements import free_replaced, fresh_group, note_replaced
+from .side_groups import group_of_forwards, renew_side_groups, side_group
+from .stores import (
+    address_of,
+    gather_json,
+    group_store,
+    has_store,
+    launcher_store,
     mark_group,
-    note_replaced,
     own_store,
     post_json,
     read_json,
-    renew_side_groups,
-    side_group,
     warn_without_store,
 )
 from .work import FutureWork, Work, is_waiting, then, wait_for, waiting

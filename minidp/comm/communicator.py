@@ -22,7 +22,9 @@ import torch
 from minidp import world
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
-from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
+from .backends import group_timeout, is_mixed, is_timed
+from .endings import keep_for_good
+from .groups import ProcessGroup
 from .work import Work, current_deadline, waiting
 
 logger = logging.getLogger("minidp")

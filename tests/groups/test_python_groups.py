@@ -199,9 +199,9 @@ def test_it_says_once_what_does_not_work_there(ctx):
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore
     logger = logging.getLogger("minidp")
     logger.addHandler(handler)
-    from minidp.comm import groups
+    from minidp.comm import stores
 
-    groups._warned_without_store = False
+    stores._warned_without_store = False
     try:
         for _ in range(2):
             DataParallel(Scalars(), process_group=Delegating(ctx.group, None))

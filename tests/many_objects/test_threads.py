@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from minidp.comm.groups import fresh_group
+from minidp.comm.replacements import fresh_group
 from tests.support.both import same, wrapped
 from tests.support.ranks import on_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from minidp import DataParallel, ReplicaMismatchError, comm_hooks
-from minidp.comm import groups
+from minidp.comm import stores
 from minidp.hooks.comm_hook import CommHook
 from minidp.replica.digest import digest_of, sum_of_bits
 from minidp.replica.drift import is_foreign
@@ -431,7 +431,7 @@ def test_a_digest_depends_on_every_element_and_on_the_order(size):
 def test_without_a_store_a_step_on_one_rank_does_not_wait(ctx):
     """The next backward, which all ranks run, confirms the difference instead."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "own_store", mock.Mock(side_effect=RuntimeError))
+        patch.setattr(stores, "own_store", mock.Mock(side_effect=RuntimeError))
         ddp = wrapped(ctx, nn.Sequential(nn.Linear(4, 3)), check_replicas_every=1)
         optimizer = sgd(ddp)
         with torch.no_grad():

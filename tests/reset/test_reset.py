@@ -13,7 +13,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from minidp import CollectiveError
-from minidp.comm import groups
+from minidp.comm import stores
 from tests.support.both import Scalars, Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
@@ -99,7 +99,7 @@ def without_a_store(monkeypatch):
     def refuse(*_):
         raise RuntimeError("clone() is not supported")
 
-    monkeypatch.setattr(groups, "own_store", refuse)
+    monkeypatch.setattr(stores, "own_store", refuse)
 
 
 @on_ranks(2, fresh={"group_timeout": 8.0})

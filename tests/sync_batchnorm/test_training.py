@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, SyncBatchNorm
-from minidp.comm.groups import side_group
+from minidp.comm.side_groups import side_group
 from tests.support.both import error_of, grads, same, wrapped
 from tests.support.ranks import on_ranks
 

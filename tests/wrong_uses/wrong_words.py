@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 import tests.wrong_uses.wrong_actions  # noqa: F401  (its actions)
-from minidp.comm.groups import fresh_group
+from minidp.comm.replacements import fresh_group
 from tests.support.actions import Net, Record, Stage, Step, has_drifted, run
 
 # hang_timeout of every word; longer on a machine that does other things meanwhile.

@@ -1,0 +1,75 @@
+"""Say what carries a group's messages: which backends, on which devices, how long."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from .groups import ProcessGroup
+from .work import is_python_group
+
+
+def backend_name(group: ProcessGroup) -> str:
+    """Return the name of a group's backend, e.g. "gloo" or "cpu:gloo,cuda:nccl".
+
+    "undefined" if the group was created without a name of a backend. For a group that
+    torch does not know: its own ``name()``.
+    """
+    is_known = group in c10d._world.pg_map
+    return str(dist.get_backend(group) if is_known else group.name())
+
+
+def _backends(group: ProcessGroup) -> set[str]:
+    """Return the names of a group's backends for all device types, e.g. {"gloo"}."""
+    config = dist.get_backend_config(group)
+    return {each.rpartition(":")[2] for each in config.split(",")}
+
+
+def is_timed(group: ProcessGroup) -> bool:
+    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
+    if group.size() == 1 or is_python_group(group):
+        return False
+    return _backends(group) == {"gloo"}
+
+
+def is_plain_gloo(group: ProcessGroup) -> bool:
+    """Return whether Gloo itself, not a class around it, reduces CPU tensors."""
+    if is_python_group(group) or not dist.is_gloo_available():
+        return False
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for CPU
+        return False
+    return type(backend) is dist.ProcessGroupGloo
+
+
+def is_mixed(group: ProcessGroup) -> bool:
+    """Return whether a group is a Python class, or serves several device types."""
+    return is_python_group(group) or "," in dist.get_backend_config(group)
+
+
+def is_builtin(group: ProcessGroup) -> bool:
+    """Return whether a group has several ranks and only backends that torch ships."""
+    if group.size() == 1 or group not in c10d._world.pg_map:
+        return False  # torch does not know the backends of a Python group
+    return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
+
+
+def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
+    """Return CPU if the group's `backend_name` sends CPU tensors, else ``fallback``."""
+    of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
+    can = any(name in backend for name in of_cpu)
+    return torch.device("cpu") if can else fallback
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """Return the timeout of a group's collectives; 30 minutes if it tells none."""
+    for device_type in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device_type)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue  # the group has no backend for this device
+    return timedelta(minutes=30)
