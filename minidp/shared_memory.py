@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,17 +81,6 @@ class ProcessEnds:
         """Close the descriptors of the processes."""
         for descriptor in self._ranks:
             os.close(descriptor)
-
-
-class SmallMessage(Protocol):
-    """Describe what travels besides the buckets, and may do so in shared memory."""
-
-    @property
-    def shape(self) -> tuple[int, torch.dtype]:
-        """Number of elements, and their dtype."""
-
-    def use(self, shared: SharedBuffer | None) -> None:
-        """Travel through ``shared`` from now on; None: through the process group."""
 
 
 class SharedBuffer:
@@ -216,13 +205,12 @@ def share(
     shapes: Sequence[tuple[int, torch.dtype]],
     communicator: Communicator,
     device: torch.device,
-    messages: Sequence[SmallMessage] = (),
 ) -> list[SharedBuffer] | str:
-    """Create a shared buffer per bucket; return them, or the reason if a rank cannot.
+    """Create shared buffers of ``shapes``; return them, or the reason if a rank cannot.
 
-    A collective that waits, with equal ``shapes`` (elements, dtype of each bucket), if
+    A collective that waits, with equal ``shapes`` (elements, dtype) on all ranks, if
     the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is
-    the CPU; else the reason comes at once. ``messages`` use further buffers from then.
+    the CPU; else the reason comes at once.
     If MINIDP_SHARED_MEMORY=1 on this rank, NativeError for any reason but "one rank".
     """
     group = communicator.group
@@ -238,7 +226,6 @@ def share(
         (numel * dtype.itemsize // real.itemsize, real)
         for (numel, dtype), real in zip(shapes, reals, strict=True)
     ]
-    shapes += [message.shape for message in messages]
     memory, obstacle = _own_memory(shapes, communicator)
     mine = [obstacle, 0, 0, 0, _build_number()]
     if memory is not None:
@@ -253,11 +240,7 @@ def share(
             answers = gather_integers([obstacle], group, device)
             refusals = [answer for (answer,) in answers]
     if not any(refusals):
-        numbers = range(len(shapes))
-        buffers = [SharedBuffer(memory, k, group, ends) for k in numbers]
-        for message in reversed(messages):
-            message.use(buffers.pop())
-        return buffers
+        return [SharedBuffer(memory, k, group, ends) for k in range(len(shapes))]
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
     return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)
 

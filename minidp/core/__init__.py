@@ -8,7 +8,10 @@ parameters to buckets::
 
     autograd        questions to the engine; keep our code out of compiled graphs
     observer        what features see of a reduction; most live in other rooms
-    item_counts     one that lives here: averages over items, not over ranks
+    exchange        a small sum over the ranks, beside those of the buckets
+    item_numbers    numbers of items, as users give them
+    item_mistakes   which of them give no mean, and what to do
+    item_counts     averages over items, not over ranks: an observer that lives here
     grad_store      gradients that a backward keeps elsewhere than in ``.grad``
     entries       * what is recorded of each gradient
     kernels       * the arithmetic of copies; CUDA streams
@@ -50,7 +53,8 @@ from .dense_bucket import DenseBucket
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
-from .item_counts import ItemCounts, ItemTotals, is_known, weighted
+from .item_counts import ItemCounts, ItemTotals
+from .item_numbers import is_known, weighted
 from .local_grads import Ledger, Origin
 from .observer import Observer, Observers, Recording
 from .phase import Phase

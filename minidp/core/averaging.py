@@ -26,8 +26,9 @@ import torch
 from minidp import comm
 from minidp.hooks import CommHook, Turn
 from minidp.layout import Layout
-from minidp.shared_memory import SharedBuffer, SmallMessage, share
+from minidp.shared_memory import SharedBuffer, share
 
+from .exchange import Exchange
 from .item_counts import ItemCounts
 
 
@@ -111,11 +112,11 @@ class Averaging:
         self.comm_hook = hook
 
     def share(
-        self, layout: Layout, messages: Sequence[SmallMessage], *, asks: bool
+        self, layout: Layout, exchanges: Sequence[Exchange], *, asks: bool
     ) -> list[SharedBuffer]:
         """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
-        ``messages`` get theirs, not returned. [] at once if not ``asks``, with a comm
+        ``exchanges`` get theirs, not returned. [] at once if not ``asks``, with a comm
         hook, or if group or device exclude sharing; else collective. Sets
         `no_shared_memory` to the reason, or "". NativeError if MINIDP_SHARED_MEMORY=1
         and it fails.
@@ -126,10 +127,16 @@ class Averaging:
             found = "a comm hook is registered"
         elif asks:
             shapes = [(plan.numel, plan.dtype) for plan in dense]
+            shapes += [each.shape for each in exchanges]
             device = layout.buckets[0].device
-            found = share(shapes, self._communicator, device, messages)
-        self.no_shared_memory = found if isinstance(found, str) else ""
-        return [] if isinstance(found, str) else found
+            found = share(shapes, self._communicator, device)
+        if isinstance(found, str):
+            self.no_shared_memory = found
+            return []
+        self.no_shared_memory = ""
+        for each, shared in zip(exchanges, found[len(dense) :], strict=True):
+            each.use(shared)
+        return found[: len(dense)]
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:

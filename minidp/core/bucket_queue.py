@@ -21,12 +21,12 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.shared_memory import SmallMessage
 
 from .averaging import Averaging
 from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
 from .entries import Entry
+from .exchange import Exchange
 from .grad_store import GradStore
 from .item_counts import ItemCounts
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
@@ -59,6 +59,8 @@ class BucketQueue:
         # What forwards reach, and what `sync_gradients()` finds in ``.grad``.
         self.reach_map = UsedMap(*common, uses_forward_group=True)
         self.given_map = UsedMap(*common, uses_forward_group=True)
+        maps = self.used_map, self.reach_map, self.given_map
+        self.exchanges: list[Exchange] = [each.exchange for each in maps]
         self._params = params
         self.specs = specs
         self.config = config
@@ -72,6 +74,7 @@ class BucketQueue:
             )
             self.averaging.items = items
             self.observers.append(items)
+            self.exchanges.append(items.exchange)
         self.adopt(self.configure(config))
 
     # -- launch ------------------------------------------------------------------------
@@ -184,7 +187,8 @@ class BucketQueue:
     def configure(self, config: ReducerConfig) -> Layout:
         """Use ``config`` from now on; return its first layout: the caller adopts it."""
         self.config = config
-        self.used_map.uses_forward_group = config.static_graph  # in one backward only
+        # A static graph exchanges it in one backward only.
+        self.used_map.exchange.uses_forward_group = config.static_graph
         if config.saved_layout is not None:
             return resumed_layout(config.saved_layout, self.specs)
         one_bucket = config.follows_ready_order
@@ -194,18 +198,15 @@ class BucketQueue:
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace all buckets by new ones of ``layout``; move gradient views there.
 
-        Waits for used-maps. With ``shares`` a collective: in shared memory if all can.
+        Waits for exchanges. With ``shares`` a collective: in shared memory if all can.
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
-        items = self.averaging.items
-        messages: list[SmallMessage] = [*self._maps]
-        messages += [] if items is None else [items]
-        for message in messages:
-            message.use(None)
+        for each in self.exchanges:
+            each.use(None)
         self.layout = layout
         is_lazy = self.config.lazy_bucket_allocation
         buffers = iter(
-            self.averaging.share(layout, messages, asks=shares and not is_lazy)
+            self.averaging.share(layout, self.exchanges, asks=shares and not is_lazy)
         )
         if is_lazy:
             why = "lazy_bucket_allocation takes memory only while it is used"
@@ -222,19 +223,13 @@ class BucketQueue:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()
 
-    @property
-    def _maps(self) -> tuple[UsedMap, ...]:
-        return self.used_map, self.reach_map, self.given_map
-
     def drain(self) -> None:
         """Wait for all collectives in flight; write nothing to ``.grad``."""
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)
-        for each in self._maps:
+        for each in self.exchanges:
             each.settle()
-        for observer in self.observers:
-            observer.settle()
 
     def reset(self, group: ProcessGroup) -> None:
         """Move to ``group`` with new buckets of the same layout.
@@ -249,7 +244,7 @@ class BucketQueue:
         self.next = 0
         self.owed = []
         self.skipped = ()
-        for each in self._maps:
+        for each in self.exchanges:
             each.drop()
         for observer in self.observers:
             observer.abandon()

@@ -71,11 +71,8 @@ class Observer:
     def finished(self) -> None:
         """Note that a reduction's averages are all written; called once for each."""
 
-    def settle(self) -> None:
-        """Wait for collectives of this observer that still run."""
-
     def abandon(self) -> None:
-        """Forget collectives that still run, without waiting, as `reset()` has to."""
+        """Forget the reduction that runs, without waiting, as `reset()` has to."""
 
     def happened(self, moment: Moment, index: int) -> None:
         """Note an event of bucket ``index`` (of parameter ``index``: PARAM_READY).

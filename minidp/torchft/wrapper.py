@@ -18,7 +18,6 @@ contributors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +25,7 @@ from torch import nn
 from minidp import data_parallel
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
-from minidp.layout import Layout
-from minidp.shared_memory import SharedBuffer, SmallMessage
+from minidp.shared_memory import SharedBuffer
 
 from .quorum import Quorum, ReplicaGroup
 
@@ -160,9 +158,7 @@ class _ByContributors(Averaging, Observer):
         """This replica's index among those in the last quorum, and their number."""
         return self._quorum.seat
 
-    def share(
-        self, layout: Layout, messages: Sequence[SmallMessage], *, asks: bool
-    ) -> list[SharedBuffer]:
+    def share(self, *_args: Any, **_options: Any) -> list[SharedBuffer]:
         """Return [], because no bucket lies in shared memory here."""
         return []
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import minidp
 from minidp import ItemCountError, MiniDPError, SyncBatchNorm, comm_hooks
 from minidp.config import setting
-from minidp.core import item_counts
+from minidp.core import item_numbers
 from minidp.data_parallel import items
 from minidp.errors import UnavailableError
 from tests.support.both import error_of, wrapped
@@ -333,7 +333,7 @@ def test_a_gradient_of_nothing_is_zero(ctx, number, options):
 def test_a_count_that_the_host_does_not_know(ctx):
     """As on an accelerator: gradients of the module's outputs become zeros there."""
     with pytest.MonkeyPatch.context() as patch:
-        for room in (item_counts, items):
+        for room in (item_numbers, items):
             patch.setattr(room, "is_known", lambda _tensor: False)
         trains_on_masks(ctx, torch.clone)
 

@@ -37,7 +37,7 @@ def why_not(ddp: Any) -> str:
     queue = ddp._reducer.queue
     reason: str = queue.averaging.no_shared_memory
     shared = [bucket.shared is not None for bucket in queue.buckets]
-    shared += [each._shared is not None for each in queue._maps]
+    shared += [each._shared is not None for each in queue.exchanges]
     assert all(shared) if not reason else not any(shared)
     return reason
 

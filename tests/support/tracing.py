@@ -14,7 +14,7 @@ import torch
 
 from minidp import comm
 from minidp.comm import collectives
-from minidp.core import item_counts, used_map
+from minidp.core import exchange
 from minidp.shared_memory import SharedBuffer
 
 Trace = list[tuple[str, int, str]]
@@ -37,12 +37,12 @@ def collective_trace() -> Iterator[Trace]:
         stack.enter_context(patch)
         stack.enter_context(mock.patch.object(collectives, "dist", door))
         gather = _recording(trace, "all_gather", collectives.start_gathering, 0)
-        stack.enter_context(mock.patch.object(used_map, "start_gathering", gather))
+        stack.enter_context(mock.patch.object(exchange, "start_gathering", gather))
         share = SharedBuffer.all_reduce
         shared = _recording(trace, "all_reduce", share, 0, lambda buffer: buffer.values)
         patch = mock.patch.object(SharedBuffer, "all_reduce", shared)
         stack.enter_context(patch)
-        for module in (comm, used_map, item_counts):
+        for module in (comm, exchange):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minidp.comm.communicator import Communicator
-from minidp.core import used_map
+from minidp.core import exchange
 from minidp.core.used_map import UsedMap
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
@@ -34,7 +34,7 @@ def exchanges(monkeypatch):
         started.append(Exchange(counts, [1, 0, 0]))
         return started[-1]
 
-    monkeypatch.setattr(used_map, "all_reduce", all_reduce)
+    monkeypatch.setattr(exchange, "all_reduce", all_reduce)
     return started
 
 
@@ -62,7 +62,7 @@ def test_who_waits_and_when(exchanges):
 def test_after_a_drop_nothing_is_known(exchanges):
     used_map = new_map()
     used_map.launch({0})
-    used_map.drop()
+    used_map.exchange.drop()
     assert used_map.unused_everywhere() == frozenset()
     assert used_map.last_counts.tolist() == [0, 0, 0]
     assert [each.waits for each in exchanges] == [0]
