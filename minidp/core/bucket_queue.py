@@ -53,6 +53,7 @@ class BucketQueue:
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
         self.observers = Observers()
         self._untold: list[Observer] = []  # of the first launch of this backward
+        self.untouched: Collection[int] = ()  # by the last `finish`, in ``.grad``
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
         self.used_map = UsedMap(*common)
@@ -152,6 +153,7 @@ class BucketQueue:
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
         (`finished`). Then wait for futures that a comm hook owes, and count.
         """
+        self.untouched = untouched
         observers = tuple(self.observers)
         steppers = [observer for observer in observers if observer.uses_grads]
         for observer in observers:
@@ -232,7 +234,7 @@ class BucketQueue:
             each.settle()
 
     def reset(self, group: ProcessGroup) -> None:
-        """Move to ``group`` with new buckets of the same layout.
+        """Move to ``group``; the caller adopts new buckets.
 
         Resets the communicator. Drops, without waiting, collectives in flight and
         futures in `owed`. A comm hook whose state is the old group gets the new one.
@@ -248,7 +250,6 @@ class BucketQueue:
             each.drop()
         for observer in self.observers:
             observer.abandon()
-        self.adopt(self.layout)
 
 
 def _check_finite(bucket: Bucket, when: str) -> None:

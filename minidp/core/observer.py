@@ -17,6 +17,8 @@ them by name, `ItemCounts`, because the divisor depends on it. Where one may act
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
 A `reset()` calls `abandon`, also if nothing has failed.
 
+A backward that no reduction is open for is told by `added_locally` for each gradient,
+and one that should have reduced, but came by no hook, by `ended_without_gradients`.
 Whoever only wants to know when things happen has `sees_times`, and gets `happened` and
 `enter`. These are sent from hot code, which asks `Observers.is_timed` first: a call for
 nobody costs, too.
@@ -24,7 +26,7 @@ nobody costs, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -40,6 +42,7 @@ class Observer:
     """
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
+    sees_local_grads = False  # gets `added_locally`
     sees_times = False  # gets `happened` and `enter`
     sees_gradients = False  # and in `happened` each gradient, which slows down its hook
 
@@ -71,6 +74,19 @@ class Observer:
     def finished(self) -> None:
         """Note that a reduction's averages are all written; called once for each."""
 
+    def added_locally(self, i: int, through_outputs: Collection[int]) -> None:
+        """Note a gradient of parameter ``i`` that no reduction is open for.
+
+        Called in its hook, only if `sees_local_grads`. ``through_outputs``: the running
+        graph tasks that came through outputs of the module.
+        """
+
+    def ended_without_gradients(self) -> None:
+        """Note that a backward ended that had to reduce, and called none of our hooks.
+
+        The next backward still has to. Called before the engine returns.
+        """
+
     def abandon(self) -> None:
         """Forget the reduction that runs, without waiting, as `reset()` has to."""
 
@@ -94,6 +110,7 @@ class Observers:
     def _set(self, everybody: tuple[Observer, ...]) -> None:
         self._all = everybody
         self._timed = [each for each in everybody if each.sees_times]
+        self.of_local_grads = [each for each in everybody if each.sees_local_grads]
         self._of_gradients = [each for each in self._timed if each.sees_gradients]
         self.is_timed = bool(self._timed)  # somebody `sees_times`
         self.sees_gradients = bool(self._of_gradients)

@@ -46,7 +46,7 @@ from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived
 from .expected import Arrival, Decision, expectation_for
 from .grad_hooks import GradHooks, PendingGrads
-from .local_grads import Ledger, LocalBackwards, origin_now
+from .local_grads import Ledger, LocalBackwards
 from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -180,10 +180,7 @@ class Reducer:
         autograd.refuse_compiled(self.rank)
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
-                if self._has_gradient(i):
-                    origin = origin_now(_running(self._tasks))
-                    self.ledger.note_local(i, self.params[i]._version, origin)
-                self.local_backwards.begin()
+                self._note_local(i)
                 return False
             if self.phase.now is not Phase.REDUCING and not _running(self._tasks):
                 self.expect_end()
@@ -197,6 +194,13 @@ class Reducer:
                 return True
             self._take(i)
         return False
+
+    def _note_local(self, i: int) -> None:
+        if self._has_gradient(i):
+            self.ledger.used_locally.add(i)
+            for each in self.queue.observers.of_local_grads:
+                each.added_locally(i, _running(self._tasks))
+        self.local_backwards.begin()
 
     def _has_gradient(self, i: int) -> bool:
         return self.params[i].grad is not None or self.queue.store.has_gradient(i)
@@ -312,7 +316,7 @@ class Reducer:
     def end_now(self, task: int = autograd.NO_TASK) -> None:
         """Handle missing gradients if ``task`` was the last running graph task.
 
-        If none arrived, note a bypass. Else fill them in, which launches the remaining
+        If none arrived, tell observers. Else fill them in, which launches the remaining
         buckets, or enter PAUSED until another backward brings them. Does not wait.
         """
         with self._lock:
@@ -321,8 +325,8 @@ class Reducer:
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
-                with autograd.outside():
-                    self._note_bypass()
+                for observer in self.queue.observers:
+                    observer.ended_without_gradients()
                 self.queue.observers.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
@@ -332,23 +336,6 @@ class Reducer:
             else:
                 self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
-
-    def _note_bypass(self) -> None:
-        """Tell the ledger which gradients this backward made without our hooks.
-
-        Those of `torch.autograd.grad` go to the caller; parameters that were cast have
-        lost their hooks. A backward that needs neither (that of a generator through a
-        critic, a saliency map) leaves the parameters alone.
-        """
-        if not self.hooks.nodes:
-            return  # the user has removed the hooks
-        everybody = range(len(self.params))
-        lost = self.hooks.lost(everybody)
-        captured: Sequence[int] = autograd.captured(self.hooks.nodes)
-        lent = [param for each in self.ledger.lent if (param := each()) is not None]
-        if autograd.any_reached(lent):  # they stand in for ours, whichever these are
-            captured = everybody
-        self.ledger.note_bypass(self.params, captured, lost)
 
     def _fill_in_missing(self) -> None:
         """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
@@ -427,7 +414,7 @@ class Reducer:
             self.queue.store.close()
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
-            self.ledger.settle(untouched)
+            self.ledger.settle()
         if observers.is_timed:
             observers.enter(StepEvent.FINALIZE_END)
 
@@ -490,7 +477,7 @@ class Reducer:
         self.phase.enter(Phase.FINALIZING)
         untouched = expected.kept if used is None else used_map.unused_everywhere()
         queue.finish(untouched)
-        self.ledger.settle(untouched)
+        self.ledger.settle()
         self.phase.enter(Phase.IDLE)
         return untouched
 
@@ -512,10 +499,8 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
-            self.pending.adopt(())
-            with autograd.outside():
-                self.queue.reset(group)
-            self.pending.adopt(self.queue.buckets)
+            self.queue.reset(group)
+            self.adopt(self.queue.layout)
             self._tasks.clear()
             self.ledger.reset()
             self.pending.close()

@@ -71,7 +71,7 @@ def stop_joining(ddp: DataParallel) -> None:
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None
-    ddp._reducer.ledger.ranks_with_inputs = None
+    ddp._guard.comparison.ranks_with_inputs = None
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
@@ -93,7 +93,7 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 
     If some rank reduces, set the number of ranks to average over: all, or with
     divide_by_initial_world_size=False those that reduce. CollectiveError on all ranks
-    if only some of those with inputs will reduce. ``mine``: this rank's. The ledger
+    if only some of those with inputs will reduce. ``mine``: this rank's. The guard
     gets to know which ranks have inputs, since only these make steps.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
@@ -107,7 +107,7 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
                 f"no_grad(), but of ranks {active} only {reducing} have a synchronised "
                 "forward"
             )
-    ddp._reducer.ledger.ranks_with_inputs = active
+    ddp._guard.comparison.ranks_with_inputs = active
     averaging = ddp._reducer.queue.averaging
     if ddp._divide_by_initial_world_size:
         averaging.num_contributors = None

@@ -64,7 +64,9 @@ def build(
     is_auto = own.check_replicas_every == AUTO
     if kind != "copy" or not is_auto:  # a copy may be meant for one rank alone
         replication.compare_on(group, alone=kind != verify.WRAPPED and is_auto)
-    guard = Guard(reducer, own.unsynced, replica, replication.key_now)
+    guard = Guard(
+        reducer, own.unsynced, replica, replication.key_now, replication.doubts
+    )
     guard.is_copy = kind == "copy"
     guard.replica_check = replication.check
     return reducer, guard, replication

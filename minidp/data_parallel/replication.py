@@ -18,7 +18,7 @@ from minidp.comm import (
 )
 from minidp.config import AUTO
 from minidp.core import Observer, Reducer
-from minidp.replica import ReplicaCheck, check_writable, verify
+from minidp.replica import Doubts, ReplicaCheck, check_writable, verify
 
 from .arguments import Arguments
 
@@ -37,6 +37,7 @@ class Replication:
         self._key = key  # equal on all ranks, unless they may wrap alone
         self._num_resets = 0
         self.ignored = ignored  # names of parameters and module buffers
+        self.doubts = Doubts()
         self.check: ReplicaCheck | None = None  # compares replicas now and then
         self.every: int | Literal["auto"] = 0  # how often; 0: never
         self.warns = False  # unsynced="warn": of what was excused, too
@@ -160,7 +161,9 @@ class Replication:
             return
         if self.check is None:
             ledger = self._reducer.ledger
-            self.check = ReplicaCheck(self._reducer.queue, ledger, self.every)
+            self.check = ReplicaCheck(
+                self._reducer.queue, ledger, self.every, self.doubts
+            )
             self.check.warns = self.warns
         self.is_alone = alone
         if alone:
@@ -207,7 +210,7 @@ class Replication:
         if self.is_alone:
             self.is_alone = False
             self.check.meet(self._common_key(), is_first=True)
-        if self._reducer.ledger.was_excused:
+        if self.doubts.was_excused:
             self.check.meet_after_excuse()
         if not self.check.is_due:
             return

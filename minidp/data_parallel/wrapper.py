@@ -338,7 +338,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.ledger.enable_sync(enabled, self._reducer.params)
+        ledger = self._reducer.ledger
+        if ledger.sync_enabled != bool(enabled):
+            self._guard.switch_sync(enabled=enabled)
+            ledger.sync_enabled = bool(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,9 @@ class Comparison:
     wrapped: a rank that asks compares these in the place of those of the same names.
     """
 
+    # In join(), the ranks that still make steps; None: all.
+    ranks_with_inputs: Collection[int] | None = None
+
     def __init__(
         self,
         reducer: Reducer,
@@ -142,7 +145,7 @@ class Comparison:
     def _ranks(self) -> frozenset[int]:
         """Return the ranks that train: in join(), those that still have inputs."""
         everybody = range(self._reducer.communicator.size)
-        with_inputs = self._reducer.ledger.ranks_with_inputs
+        with_inputs = self.ranks_with_inputs
         return frozenset(everybody if with_inputs is None else with_inputs)
 
     @property

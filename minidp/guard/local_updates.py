@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from minidp.core import Reducer
 
+from .local_acts import LocalActs
 from .mistakes import Suspicion, explain_origins
 
 _TO_GO_ON = (
@@ -35,17 +36,17 @@ class Change:
     suspicion: Suspicion
 
 
-def find_change(reducer: Reducer) -> Change | None:
+def find_change(reducer: Reducer, acts: LocalActs) -> Change | None:
     """Return what has changed since gradients became local, except by optimizer steps.
 
     What is returned is not found again: the present versions count from now on.
     """
     ledger, params = reducer.ledger, reducer.params
-    changed = {i for i, n in ledger.versions.items() if params[i]._version != n}
-    passed = ledger.bypassed or {}
+    changed = {i for i, n in acts.versions.items() if params[i]._version != n}
+    passed = acts.bypassed or {}
     bypassed = {i for i, n in passed.items() if params[i]._version != n}
     if changed:
-        origins = [ledger.origins[i] for i in changed]
+        origins = [acts.origins[i] for i in changed]
         what, remedy = explain_origins(origins, model_ran=ledger.armed > 0)
         what = f"local backward, whose gradients were never averaged over ranks: {what}"
     elif bypassed:
@@ -57,9 +58,9 @@ def find_change(reducer: Reducer) -> Change | None:
         remedy = "use backward(), and wrap a module after it is cast or moved"
     else:
         return None
-    is_for_good = ledger.has_lost_hooks
+    is_for_good = acts.has_lost_hooks
     for i in changed:
-        ledger.versions[i] = params[i]._version
+        acts.versions[i] = params[i]._version
     for i in bypassed:
         passed[i] = params[i]._version
     suspicion = Suspicion(

@@ -21,13 +21,15 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from minidp.config import passing
-from minidp.core import NO_TASK, Origin, Phase, Reducer, current_task
+from minidp.core import NO_TASK, Phase, Reducer, current_task
 from minidp.errors import (
     ReducerFailedError,
     UnfinishedReductionError,
     explain,
 )
 from minidp.replica import Replica
+
+from .local_acts import Origin
 
 if TYPE_CHECKING:
     from .optimizer_guard import Guard
@@ -79,6 +81,7 @@ class StepCheck:
         self, guard: Guard, optimizer: Optimizer, last: tuple[int, int]
     ) -> None:
         self._guard, self._optimizer = guard, optimizer
+        self._acts = guard.acts
         self._reducer, self._ledger = guard.reducer, guard.reducer.ledger
         self._is_armed = self._ledger.armed > last[0]
         self._is_reduced = self._ledger.finalized != last[1]
@@ -134,7 +137,7 @@ class StepCheck:
         """Return what may make replicas differ in this step, or None.
 
         ``late``: trainable parameters that joined the module after wrapping. Drops
-        local gradients of zeros from the ledger, for which it may wait for a GPU.
+        local gradients of zeros from `LocalActs`, for which it may wait for a GPU.
         """
         return (
             self._find_late_parameters(late)
@@ -148,7 +151,7 @@ class StepCheck:
     def acquit(self) -> None:
         """Take the gradients of this step for averaged: all ranks have the same."""
         for i in self.held:
-            self._ledger.drop(i)
+            self._acts.drop(i)
 
     def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> Suspicion | None:
         """Suspect a step of parameters that are in the module, or were lent to it.
@@ -182,22 +185,22 @@ class StepCheck:
 
     def _find_local_gradients(self) -> Suspicion | None:
         """Suspect gradients that are local, except those of another wrapper."""
-        ledger, params = self._ledger, self._reducer.params
-        if not ledger.unsynced:
+        acts, params = self._acts, self._reducer.params
+        if not acts.unsynced:
             return None
-        for i in ledger.unsynced & self.held.keys():
+        for i in acts.unsynced & self.held.keys():
             if not is_nonzero(params[i].grad):  # zero_grad(set_to_none=False)
-                ledger.drop(i)
+                acts.drop(i)
         others = self._guard.others()
         local = [
             i
             for i in self.held
-            if i in ledger.unsynced
+            if i in acts.unsynced
             and not any(other.has_averaged(params[i]) for other in others)
         ]
         if not local:
             return None
-        origins = [ledger.origins[i] for i in local]
+        origins = [acts.origins[i] for i in local]
         what, remedy = explain_origins(origins, model_ran=self._is_armed)
         what = f"Gradients were never averaged over ranks: {what}."
         return Suspicion(what, [self.held[i] for i in local], remedy)
@@ -223,7 +226,7 @@ class StepCheck:
             "condition, or run backward() on a loss multiplied by zero",
             "the same step on all ranks, without a backward",
             # Zeros, or averages of an earlier backward, if none were made elsewhere.
-            is_of_coming=self._ledger.bypassed is None,
+            is_of_coming=self._acts.bypassed is None,
         )
 
     def _find_other_gradients(self) -> Suspicion | None:

@@ -50,11 +50,12 @@ from minidp.errors import (
     UnsyncedGradientsError,
     explain,
 )
-from minidp.replica import Replica, ReplicaCheck
+from minidp.replica import Doubts, Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
 from . import dropped
 from .comparison import Comparison, Verdict
+from .local_acts import LocalActs
 from .local_updates import Change, find_change
 from .mistakes import (
     LateParameters,
@@ -90,8 +91,12 @@ class Guard:
         policy: Unsynced,
         replica: Replica,
         key: Callable[[], str],
+        doubts: Doubts,
     ) -> None:
         self.reducer = reducer
+        self.acts = LocalActs(reducer)
+        reducer.queue.observers.append(self.acts)
+        self.doubts = doubts
         self.policy = policy
         self.replica_check: ReplicaCheck | None = None
         self.is_copy = False  # a deepcopy, which one rank alone may have made
@@ -115,7 +120,7 @@ class Guard:
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
         self._was_made_elsewhere = False  # when such a step was judged, and right
-        self._steps = _Steps(reducer)  # of our optimizers, outside no_sync()
+        self._steps = self.acts.steps
         self._local_trust = _Trust()
         self._skip_trust = _Trust()
         # Parameters that joined the module, at the end of the last backward or in the
@@ -145,12 +150,13 @@ class Guard:
         """
         if id(optimizer) in self._allowed:
             return
-        ledger, is_ours = self.reducer.ledger, self._holds_ours(optimizer)
+        ledger, acts = self.reducer.ledger, self.acts
+        is_ours = self._holds_ours(optimizer)
         if optimizer in self._in_backward:
             self._refuse_double_step()
         # An optimizer that never stepped has missed nothing, unless a backward passed
         # our hooks: then its gradients may be those of that backward.
-        never = (0, 0) if ledger.bypassed is None else self._at_any_step
+        never = (0, 0) if acts.bypassed is None else self._at_any_step
         last = self._at_step.get(optimizer, never)
         self._stepping = id(optimizer) if is_ours and ledger.sync_enabled else 0
         if is_ours:
@@ -163,13 +169,13 @@ class Guard:
             ledger.steps += is_ours  # not before: others see it, and do not wait
             if is_ours and in_closure:  # the closure may call the model once more
                 self._steps.note(optimizer)
-        elif is_ours and ledger.unsynced:
-            ledger.was_local = True
-        if (ledger.versions or ledger.bypassed is not None) and step.held:
-            self._note_change(find_change(self.reducer))
+        elif is_ours and acts.unsynced:
+            self.doubts.was_local = True
+        if (acts.versions or acts.bypassed is not None) and step.held:
+            self._note_change(find_change(self.reducer, acts))
             for i in step.held:  # the writes of this step are no manual update
-                ledger.versions.pop(i, None)
-            ledger.bypassed, ledger.has_lost_hooks = None, False
+                acts.versions.pop(i, None)
+            acts.forget_bypass()
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def _refuse_double_step(self) -> NoReturn:
@@ -296,9 +302,9 @@ class Guard:
         self.comparison.note_forward()
         if self._joined:
             self._judge_joined()
-        reducer.ledger.lent.clear()
+        self.acts.lent.clear()
         if late := self.late_parameters.find(module):
-            reducer.ledger.lent += map(weakref.ref, late.values())
+            self.acts.lent += map(weakref.ref, late.values())
             # They may be lent for this forward alone: look again when it is over.
             self.late_parameters.note_lent(late)
             _add_once(reducer, _LookAgain(self))
@@ -323,7 +329,7 @@ class Guard:
 
     def _check_changes(self) -> None:
         """Judge a change that no optimizer step has followed, in the next forward."""
-        found, seen = find_change(self.reducer), self._change
+        found, seen = find_change(self.reducer, self.acts), self._change
         is_over = seen is not None and (
             found is not None or self.reducer.ledger.finalized > seen.finalized
         )
@@ -386,7 +392,7 @@ class Guard:
         self._step_trust.note(is_decided=verdict.are_all_here)
         if verdict.are_all_here:
             self._change = None
-            find_change(self.reducer)  # nor is an older change of interest
+            find_change(self.reducer, self.acts)  # nor is an older change of interest
         self._was_made_elsewhere = verdict.is_equal and made_elsewhere
         self._conclude(verdict, suspicion=suspicion)
 
@@ -407,13 +413,13 @@ class Guard:
         accumulate without `no_sync`, or another rank makes all steps and sends the
         parameters; then they are equal, and are asked more and more rarely.
         """
-        check, ledger = self.replica_check, self.reducer.ledger
+        check, doubts = self.replica_check, self.doubts
         if not self._steps.is_one_left_out:
             return
         # Replicas that are not equal before their step are not comparable here.
         # Without a check the user compares nothing: replicas may be meant to differ.
         is_comparable = check.are_comparable if check else self._steps.has_any
-        is_comparable &= not (ledger.was_local or ledger.was_excused)
+        is_comparable &= not (doubts.was_local or doubts.was_excused)
         has_others = self._in_backward or self.precondition is not None
         if has_others or not is_comparable:
             return
@@ -438,8 +444,8 @@ class Guard:
 
         They were made equal again, or it was a mistake: an indentation too deep, say.
         """
-        check, ledger = self.replica_check, self.reducer.ledger
-        if check is not None and ledger.was_local and self._local_trust.is_due():
+        check, was_local = self.replica_check, self.doubts.was_local
+        if check is not None and was_local and self._local_trust.is_due():
             self._local_trust.note(is_decided=True)
             check.meet_after_local_steps()
 
@@ -549,6 +555,13 @@ class Guard:
             raise ValueError(f"This {name} holds no parameter of the module.")
         self._in_backward.add(optimizer)
 
+    def switch_sync(self, *, enabled: bool) -> None:
+        """Note that no_sync() is entered or left, before the ledger says so."""
+        if enabled:
+            self.doubts.was_local |= self.acts.leave_no_sync()
+        else:
+            self.acts.enter_no_sync()
+
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:
         """Let ``optimizer`` step unchecked in the block.
@@ -597,6 +610,7 @@ class Guard:
     def retire(self) -> None:
         """Unregister this guard: it checks no optimizer steps any more."""
         _guards.pop(id(self), None)
+        self.reducer.queue.observers.remove(self.acts)
         self._cancel_death()
 
     def optimizers(self) -> dict[Optimizer, int]:
@@ -624,7 +638,7 @@ class Guard:
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
             return False  # inside no_sync() not every local gradient is recorded
-        return i not in ledger.unsynced
+        return i not in self.acts.unsynced
 
     def _check_counts(self) -> None:
         """Raise ItemCountError if the last counts of items give no mean; may wait.
@@ -644,7 +658,7 @@ class Guard:
 
         Before it raises while ranks wait for this one (REDUCING, PAUSED, or
         ``tells_others``), it sends them the error. If it does not raise, it sets the
-        ledger's `was_excused`: replicas may differ.
+        `doubts`: replicas may differ.
         """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
@@ -657,7 +671,7 @@ class Guard:
                 raise error
             finally:
                 del error  # it would keep this frame alive, and with it the reducer
-        self.reducer.ledger.was_excused |= bool(problem)
+        self.doubts.was_excused |= bool(problem)
         if problem and self.policy == "warn":
             warn(problem)
 
@@ -705,46 +719,6 @@ class _AskInBackward(Observer):
         if self._is_needed(self._guard):
             verdict = self._guard.comparison.with_waiting_ranks()
             self._conclude(self._guard, verdict)
-
-
-class _Steps(Observer):
-    """Know which optimizers have stepped since the last averages, and which before."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._since: WeakSet[Optimizer] = WeakSet()  # the last averages
-        self._before: WeakSet[Optimizer] = WeakSet()  # the last time that any stepped
-        self._has_averages = False
-        self.has_any = False  # some optimizer has ever stepped; it may be gone
-        reducer.queue.observers.append(self)
-
-    def finished(self) -> None:
-        """Expect the same optimizers to step again."""
-        if self._since:
-            self._before, self._since = self._since, WeakSet()
-        self._has_averages = True
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer of ours steps."""
-        self._since.add(optimizer)
-        self.has_any = True
-
-    def reset(self) -> None:
-        """Expect nothing until the next averages."""
-        self._has_averages = False
-
-    @property
-    def is_one_left_out(self) -> bool:
-        """Whether an optimizer steps no more; or, as long as none ever has, all do."""
-        return self._has_averages and (
-            not self._before <= self._since or not self.has_any
-        )
-
-    def describe_left_out(self) -> str:
-        """Return the beginning of a sentence about who has not stepped."""
-        left = sorted(type(each).__name__ for each in self._before - self._since)
-        if not self._since or not left:
-            return "No optimizer has stepped"
-        return f"{' and '.join(left)} has not stepped"
 
 
 def _add_once(reducer: Reducer, observer: Observer) -> bool:

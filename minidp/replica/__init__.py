@@ -9,10 +9,16 @@ has the checksums, `rounding` the differences that are only rounding.
 
 from . import optimizers, parameters, standing, verify
 from .digest import digest_of, sum_of_bits
-from .drift import ReplicaCheck
+from .drift import Doubts, ReplicaCheck
 from .parameters import DETOUR, Replica, check_data, check_writable, examine
 from .rounding import are_close_on_all_ranks
 
-__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "check_writable"]
-__all__ += ["are_close_on_all_ranks", "digest_of", "examine", "optimizers"]
+__all__ = ["DETOUR", "Doubts", "Replica", "ReplicaCheck", "check_data"]
+__all__ += [
+    "are_close_on_all_ranks",
+    "check_writable",
+    "digest_of",
+    "examine",
+    "optimizers",
+]
 __all__ += ["parameters", "standing", "sum_of_bits", "verify"]

@@ -33,6 +33,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -140,6 +141,17 @@ class _Snapshot(NamedTuple):
     place: str = ""  # where in the store the ranks compare; "" if by a collective
 
 
+@dataclass
+class Doubts:
+    """Why replicas may differ since they were last found to be equal.
+
+    The optimizer guard writes it, and a comparison that finds them equal clears it.
+    """
+
+    was_local: bool = False  # parameters changed inside no_sync()
+    was_excused: bool = False  # a complaint did not become an error
+
+
 class ReplicaCheck(Observer):
     """Compare the replicas of one wrapper every so many steps.
 
@@ -157,10 +169,11 @@ class ReplicaCheck(Observer):
         queue: BucketQueue,
         ledger: Ledger,
         every: int | Literal["auto"],
+        doubts: Doubts,
     ) -> None:
         self._queue: BucketQueue = weakref.proxy(queue)  # a cycle would keep buckets
         self._every, self._is_auto = every, every == AUTO
-        self._ledger = ledger
+        self._ledger, self._doubts = ledger, doubts
         self._has_warned = False
         self._has_agreed = False  # whether replicas were ever equal in a comparison
         self._hook_agrees = False  # whether they were, after averages of the comm hook
@@ -265,12 +278,12 @@ class ReplicaCheck(Observer):
         return self._excuses(was_hooked=is_hooked)
 
     def _excuses(self, *, was_hooked: bool) -> int:
-        ledger = self._ledger
+        doubts = self._doubts
         # If the hook has kept the replicas equal before, it does not explain a
         # difference after a step that some rank has missed.
         was_hooked &= not (self._hook_agrees and self.missed_steps)
-        reasons = LOCAL_UPDATES * ledger.was_local | ON_PURPOSE * was_hooked
-        return reasons | (WARNED if self.warns else ON_PURPOSE) * ledger.was_excused
+        reasons = LOCAL_UPDATES * doubts.was_local | ON_PURPOSE * was_hooked
+        return reasons | (WARNED if self.warns else ON_PURPOSE) * doubts.was_excused
 
     def begin(
         self,
@@ -337,7 +350,7 @@ class ReplicaCheck(Observer):
             ReplicaMismatchError: The ranks are at different steps, or the second look
                 was taken here, and the replicas differ.
         """
-        snapshot, ledger = self._under_way, self._ledger
+        snapshot, doubts = self._under_way, self._doubts
         assert snapshot is not None
         self.postpone()
         if snapshot.place:
@@ -363,7 +376,7 @@ class ReplicaCheck(Observer):
             self._agree(snapshot.step)
             self._agrees_before_steps = True
             self._hook_agrees |= snapshot.was_hooked
-            ledger.was_local = ledger.was_excused = False
+            doubts.was_local = doubts.was_excused = False
         elif self._is_auto and any(all_reasons):
             self.suspect = None
             # Local updates may be meant (local SGD), or a step in the wrong block.

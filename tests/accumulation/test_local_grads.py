@@ -6,23 +6,45 @@ parameter 0/1, S a finished synchronised backward, ( and ) enter and leave no_sy
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from minidp.core.local_grads import Ledger
+import pytest
+import torch
+
+from minidp.core import Ledger
+from minidp.guard.local_acts import LocalActs
+
+
+class Reducer:
+    """What `LocalActs` asks a reducer."""
+
+    def __init__(self) -> None:
+        self.params = [torch.zeros(1) for _ in range(6)]
+        self.ledger = Ledger()
+        self.queue: Any = self
+        self.untouched: set[int] = set()
+
+
+def finish(reducer, acts, untouched=()):
+    reducer.untouched = {*untouched}
+    acts.finished()
+    reducer.ledger.settle()
 
 
 def play(word):
-    ledger = Ledger()
+    reducer: Any = Reducer()
+    ledger, acts = reducer.ledger, LocalActs(reducer)
     for letter in word.split():
         if letter in "FN":
             ledger.note_forward(synchronising=letter == "F")
         elif letter in "()":
             ledger.sync_enabled = letter == ")"
         elif letter == "S":
-            ledger.settle(())
+            finish(reducer, acts)
         else:
-            ledger.note_local(int(letter[1]))
-    return ledger
+            ledger.used_locally.add(int(letter[1]))
+            acts.added_locally(int(letter[1]), ())
+    return reducer, acts
 
 
 @pytest.mark.parametrize(
@@ -42,20 +64,24 @@ def play(word):
     ],
 )
 def test_local_gradients(word, unsynced):
-    assert play(word).unsynced == unsynced
+    reducer, acts = play(word)
+    assert acts.unsynced == unsynced
+    assert reducer.ledger.finalized == word.count("S")
 
 
 def test_settle_keeps_what_no_rank_touched():
-    ledger = play("( b0 ) b1 b2")
-    assert ledger.used_locally == {0, 1, 2}  # also what is local on purpose
-    ledger.settle({1, 5})
-    assert ledger.unsynced == {1}
-    assert ledger.used_locally == set()
+    reducer, acts = play("( b0 ) b1 b2")
+    assert reducer.ledger.used_locally == {0, 1, 2}  # also what is local on purpose
+    finish(reducer, acts, {1, 5})
+    assert acts.unsynced == {1}
+    assert reducer.ledger.used_locally == set()
 
 
 def test_reset_announces_nothing():
-    ledger = play("F S F b0 ( N")
+    reducer, acts = play("F S F b0 ( N")
+    ledger = reducer.ledger
+    acts.abandon()
     ledger.reset()
-    assert (ledger.unsynced, ledger.used_locally, ledger.forwards) == (set(), set(), 0)
+    assert (acts.unsynced, ledger.used_locally, ledger.forwards) == (set(), set(), 0)
     assert ledger.armed == ledger.finalized == 1
     assert ledger.sync_enabled is False  # reset() inside no_sync() stays inside

@@ -27,8 +27,8 @@ from minidp.config.overrides import (
     setting,
     variables,
 )
-from minidp.core import Origin
 from minidp.core.expected import EveryParameter, StaticGraph
+from minidp.guard.local_acts import Origin
 from minidp.guard.mistakes import explain_origins
 
 UNDER_RUN = json.dumps({"command": "run"})
