@@ -227,7 +227,7 @@ class ItemCounts(Observer):
         self.holds_averages = True
         if facts.is_cpu:
             rows = facts.tolist()
-            self._refuse(rows)
+            refuse_counts(self._rank, rows)
             self.scale = self.divisor / sum([row[_COUNT] for row in rows])
             return
         copied = torch.empty_like(facts, device="cpu", pin_memory=True)
@@ -256,13 +256,9 @@ class ItemCounts(Observer):
         late, self._late = self._late, None
         if late is not None:
             late[1].synchronize()
-            self._refuse(late[0].tolist())
+            refuse_counts(self._rank, late[0].tolist())
 
     def abandon(self) -> None:
         """Forget what was counted and sent; keep `totals`."""
         self._step, self._late, self._weighed = _Step(), None, None
         self.holds_averages = False
-
-    def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
-        flags = [int(row[_FLAGS]) for row in rows]
-        refuse_counts(self._rank, flags, [row[_COUNT] for row in rows])

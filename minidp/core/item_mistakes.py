@@ -15,15 +15,15 @@ FEWER = 8  # it has counted, but less often than it ran forwards
 _MOST = sys.float_info.max  # of the sum of all counts
 
 
-def refuse_counts(rank: int, flags: Sequence[int], counts: Sequence[float]) -> None:
+def refuse_counts(rank: int, rows: Sequence[Sequence[float]]) -> None:
     """Raise ItemCountError if no mean can be taken over the items of all ranks.
 
     That is so if a rank never counted, or its number is negative, NaN or too large; if
     a backward added to averages; if one rank counted less often than it ran forwards,
-    though another counted once for each of several; or if all counts are 0. ``flags``
-    (the constants above) and ``counts`` are those of all ranks, and ``rank`` is ours.
+    though another counted once for each of several; or if all counts are 0. ``rows``
+    are what the ranks said: flags (the constants above), count and loss.
     """
-    told = [*zip(range(len(counts)), flags, counts, strict=True)]
+    told = [(r, int(flags), count) for r, (flags, count, _) in enumerate(rows)]
     if (problem := _problem(told)) is None:
         return
     what, expected, remedy = problem

@@ -33,19 +33,17 @@ class Ledger:
         self.armed += synchronising
 
     def settle(self) -> None:
-        """Count a synchronised backward in `finalized`, and set `forwards` to 0."""
-        self._clear()
+        """Count a synchronised backward: nothing is local any more."""
+        self.used_locally.clear()
+        self.forwards = 0
+        self.steps = 0  # before `finalized` grows: another thread reads both
         self.finalized += 1
 
     def reset(self) -> None:
         """Forget local gradients and unreduced forwards: set `armed` = `finalized`."""
-        self._clear()
-        self.armed = self.finalized
-
-    def _clear(self) -> None:
         self.used_locally.clear()
-        self.forwards = 0
-        self.steps = 0  # before `finalized` grows: another thread reads both
+        self.forwards = self.steps = 0
+        self.armed = self.finalized
 
     def agree_on(self, finalized: int) -> None:
         """Set `armed` and `finalized` to the count that all ranks agreed on."""

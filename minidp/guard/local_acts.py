@@ -27,6 +27,7 @@ from minidp.core import (
     current_task,
     outside,
 )
+from minidp.replica import Doubts
 
 
 class Origin(Enum):
@@ -82,8 +83,9 @@ class LocalActs(Observer):
 
     sees_local_grads = True
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, doubts: Doubts) -> None:
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
+        self._doubts = doubts
         self.steps = Steps()  # of our optimizers, outside no_sync()
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from
@@ -149,28 +151,21 @@ class LocalActs(Observer):
         self.unsynced.discard(i)
         self.versions.pop(i, None)
 
-    def forget_bypass(self) -> None:
-        """Forget gradients that a backward made without our hooks."""
-        self.bypassed, self.has_lost_hooks = None, False
+    def switch_sync(self, *, enabled: bool) -> None:
+        """Note that no_sync() is left, if ``enabled``, or entered.
 
-    def enter_no_sync(self) -> None:
-        """Note what the parameters are, for `leave_no_sync`."""
-        self._versions_before = self._sample()
-
-    def leave_no_sync(self) -> bool:
-        """Return whether parameters were changed inside no_sync().
-
-        Only the first and the last one are looked at. Noted versions become the present
-        ones, because what happened inside was meant to be local.
+        What happened inside was meant to be local, so noted versions become the present
+        ones. It is a reason for replicas to differ if the first or the last parameter
+        was changed inside.
         """
         params = self._reducer.params
-        self.versions = {i: params[i]._version for i in self.versions}
-        self.forget_bypass()
-        return self._sample() != self._versions_before
-
-    def _sample(self) -> tuple[int, int]:
-        params = self._reducer.params
-        return params[0]._version, params[-1]._version
+        sample = (params[0]._version, params[-1]._version)
+        if enabled:
+            self.versions = {i: params[i]._version for i in self.versions}
+            self.bypassed, self.has_lost_hooks = None, False
+            self._doubts.was_local |= sample != self._versions_before
+        else:
+            self._versions_before = sample
 
     def finished(self) -> None:
         """Forget local gradients, but those that the averages have not replaced."""
@@ -184,7 +179,7 @@ class LocalActs(Observer):
     def _forget(self, still_local: Collection[int]) -> None:
         self.unsynced.intersection_update(still_local)
         self.versions.clear()
-        self.forget_bypass()
+        self.bypassed, self.has_lost_hooks = None, False
 
 
 def _origin(through_outputs: Collection[int]) -> Origin:

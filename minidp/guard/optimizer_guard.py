@@ -94,7 +94,7 @@ class Guard:
         doubts: Doubts,
     ) -> None:
         self.reducer = reducer
-        self.acts = LocalActs(reducer)
+        self.acts = LocalActs(reducer, doubts)
         reducer.queue.observers.append(self.acts)
         self.doubts = doubts
         self.policy = policy
@@ -175,7 +175,7 @@ class Guard:
             self._note_change(find_change(self.reducer, acts))
             for i in step.held:  # the writes of this step are no manual update
                 acts.versions.pop(i, None)
-            acts.forget_bypass()
+            acts.bypassed, acts.has_lost_hooks = None, False
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def _refuse_double_step(self) -> NoReturn:
@@ -554,13 +554,6 @@ class Guard:
         if not self._holds_ours(optimizer):
             raise ValueError(f"This {name} holds no parameter of the module.")
         self._in_backward.add(optimizer)
-
-    def switch_sync(self, *, enabled: bool) -> None:
-        """Note that no_sync() is entered or left, before the ledger says so."""
-        if enabled:
-            self.doubts.was_local |= self.acts.leave_no_sync()
-        else:
-            self.acts.enter_no_sync()
 
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:

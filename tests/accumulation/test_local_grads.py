@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from minidp import DataParallel
 from minidp.core import Ledger
 from minidp.guard.local_acts import LocalActs
+from minidp.replica import Doubts
 
 
 class Reducer:
@@ -33,7 +35,7 @@ def finish(reducer, acts, untouched=()):
 
 def play(word):
     reducer: Any = Reducer()
-    ledger, acts = reducer.ledger, LocalActs(reducer)
+    ledger, acts = reducer.ledger, LocalActs(reducer, Doubts())
     for letter in word.split():
         if letter in "FN":
             ledger.note_forward(synchronising=letter == "F")
@@ -85,3 +87,16 @@ def test_reset_announces_nothing():
     assert (acts.unsynced, ledger.used_locally, ledger.forwards) == (set(), set(), 0)
     assert ledger.armed == ledger.finalized == 1
     assert ledger.sync_enabled is False  # reset() inside no_sync() stays inside
+
+
+def test_without_its_guard_a_wrapper_notes_less(lone_group):
+    ddp: Any = DataParallel(torch.nn.Linear(1, 1))
+    guard, ledger = ddp._guard, ddp._reducer.ledger
+    ddp.module(torch.ones(1, 1)).backward()
+    assert guard.acts.unsynced == ledger.used_locally == {0, 1}
+    ddp(torch.ones(1, 1)).backward()
+    assert guard.acts.unsynced == ledger.used_locally == set()
+    guard.retire()
+    ddp.module(torch.ones(1, 1)).backward()
+    assert guard.acts.unsynced == set()
+    assert ledger.used_locally == {0, 1}  # they still travel
