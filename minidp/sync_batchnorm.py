@@ -32,7 +32,6 @@ from .comm import (
     ProcessGroup,
     all_reduce,
     gather_rows,
-    is_group,
     joined_group,
     side_group,
     wait_for,
@@ -66,7 +65,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         group = joined_group(self.process_group)
-        if group is not None and not is_group(group):
+        if group is not None and not isinstance(group, ProcessGroup):
             raise TypeError(
                 "process_group of a SyncBatchNorm must be a process group of which "
                 f"this process is a member, but it is {group!r}."

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minidp.comm import is_group
+from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig, SavedLayout
 from minidp.console import say_progress
 from minidp.core import BucketQueue, GradHooks, Observer, RebuildPolicy, layout_after
@@ -225,4 +225,6 @@ class Measurement:
     def _hook_may_know_buckets(self) -> bool:
         # A hook with a state of its own may keep errors or factors for each bucket.
         hook = self._queue.averaging.comm_hook
-        return not (hook is None or hook.state is None or is_group(hook.state))
+        return not (
+            hook is None or hook.state is None or isinstance(hook.state, ProcessGroup)
+        )

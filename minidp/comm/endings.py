@@ -33,7 +33,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _leaked.append((group, endless))
-    _call_once_at_exit(_wait_for_left_behind)
+    call_once_at_exit(_wait_for_left_behind)
     # Works hold buckets: drop those that have ended since.
     _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
     _left_behind.extend(endless)
@@ -47,22 +47,18 @@ def free_left_behind() -> None:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(row[0]))
 
 
-def _call_once_at_exit(function: Callable[[], None]) -> None:
+def call_once_at_exit(function: Callable[[], None]) -> None:
     """Let ``function`` run once at exit, before those that were registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 
 
-def settle_at_exit() -> None:
+def settle() -> None:
     """Sleep 0.05 s at exit, so that Gloo's threads release the last collectives.
 
     Such a thread needs the GIL to free tensors: once the interpreter is finalizing,
     that aborts the process (2 of 70 short runs, also with torch's DDP).
     """
-    _call_once_at_exit(_settle)
-
-
-def _settle() -> None:
     world.sleep(SETTLE_SECONDS)
 
 

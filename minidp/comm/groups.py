@@ -46,11 +46,6 @@ def default_first_bucket_bytes() -> int:
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
 
 
-def is_group(value: object) -> bool:
-    """Return whether a value is a process group that this process belongs to."""
-    return isinstance(value, dist.ProcessGroup)
-
-
 def group_name(group: ProcessGroup) -> str:
     """Return the name of a group; empty if it has none."""
     try:

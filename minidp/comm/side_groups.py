@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .backends import group_timeout, is_timed
-from .endings import settle_at_exit
+from .endings import call_once_at_exit, settle
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import group_store, has_store
 from .work import waiting
@@ -52,7 +52,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
                 store, group.rank(), group.size(), group_timeout(group)
             )
         made[purpose] = gloo
-        settle_at_exit()
+        call_once_at_exit(settle)
     return made[purpose]
 
 

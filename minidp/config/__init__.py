@@ -6,7 +6,6 @@ command-line options that replace arguments; texts that say how to pass an optio
 
 from .options import (
     AUTO,
-    HANG_SECONDS,
     MIB,
     UNLIMITED,
     AverageOver,
@@ -35,7 +34,7 @@ from .overrides import (
     variables,
 )
 
-__all__ = ["AUTO", "HANG_SECONDS", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
+__all__ = ["AUTO", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
 __all__ += ["VARIABLES"]
 __all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
 __all__ += ["AverageOver", "SavedLayout", "Unsynced", "add_options", "aside"]

@@ -24,7 +24,7 @@ parameters to buckets::
     bucket_queue  * launch full buckets in index order, finish them
     grad_hooks    * receive each gradient from autograd; which ones have arrived
     phase         * phases of a reducer
-    local_grads     count forwards and backwards; when local backwards begin and end
+    ledger          count forwards and backwards; when local backwards begin and end
     expected      * which gradients a backward must bring: one class per mode
     rebuild         the layout that follows rank 0's ready order
     reducer       * arm, open, launch full buckets, finish
@@ -57,7 +57,7 @@ from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals
 from .item_numbers import is_known, weighted
-from .local_grads import Ledger
+from .ledger import Ledger
 from .observer import Observer, Observers, Recording
 from .phase import Phase
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after

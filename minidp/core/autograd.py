@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import _C, Tensor
@@ -91,11 +91,6 @@ def is_rpc_up() -> bool:
     return _rpc is not None and bool(_rpc._is_current_rpc_agent_set())
 
 
-def _is_own_rref(value: object) -> TypeGuard[Any]:
-    """Return whether ``value`` is an RRef to an object that lives in this process."""
-    return is_rpc_up() and isinstance(value, _rpc.PyRRef) and value.is_owner()
-
-
 # -- graphs ----------------------------------------------------------------------------
 
 
@@ -113,7 +108,7 @@ def find_tensors(output: object) -> list[Tensor]:
         parts = output.values()
     elif is_dataclass(output) and not isinstance(output, type):
         parts = [getattr(output, each.name) for each in fields(output)]
-    elif _is_own_rref(output):
+    elif is_rpc_up() and isinstance(output, _rpc.PyRRef) and output.is_owner():
         parts = [output.local_value()]
     return [tensor for part in parts for tensor in find_tensors(part)]
 

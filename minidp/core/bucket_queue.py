@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minidp import comm
 from minidp.comm import ProcessGroup
@@ -71,7 +71,7 @@ class BucketQueue:
         self.buckets: list[Bucket] = []
         if config.averages_items:
             items = ItemCounts(
-                communicator, self.averaging.device, self._first_to_arrive
+                communicator, self.averaging.device, lambda: self.buckets[0].params
             )
             self.averaging.items = items
             self.observers.append(items)
@@ -139,10 +139,6 @@ class BucketQueue:
         """Tell observers of the first launch of this backward, once."""
         while self._untold:
             self._untold.pop(0).launching()
-
-    def _first_to_arrive(self) -> Sequence[nn.Parameter]:
-        """Return parameters whose gradients arrive before the first launch."""
-        return self.buckets[0].params
 
     # -- wait --------------------------------------------------------------------------
 

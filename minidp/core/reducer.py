@@ -46,7 +46,7 @@ from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived
 from .expected import Arrival, Decision, expectation_for
 from .grad_hooks import GradHooks, PendingGrads
-from .local_grads import Ledger, LocalBackwards
+from .ledger import Ledger, LocalBackwards
 from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 

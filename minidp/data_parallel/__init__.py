@@ -9,6 +9,6 @@ equal then?), `dist_autograd` (gradients over RPC).
 """
 
 from . import arguments
-from .wrapper import DataParallel, M_co
+from .wrapper import DataParallel
 
-__all__ = ["DataParallel", "M_co", "arguments"]
+__all__ = ["DataParallel", "arguments"]

@@ -21,7 +21,6 @@ from minidp.comm import (
     ProcessGroup,
     default_first_bucket_bytes,
     default_group,
-    is_group,
 )
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
@@ -287,7 +286,7 @@ def choose_group(
         return device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         return default_group()
-    if not is_group(process_group):
+    if not isinstance(process_group, ProcessGroup):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup of which this "
             f"process is a member, but got {process_group!r} "
