@@ -23,21 +23,24 @@ from minidp.shared_memory import SharedBuffer
 class Exchange:
     """One sum over the ranks, again and again; the constructor starts none.
 
-    ``what`` names it in errors. ``uses_forward_group``: it is not started in every
-    backward, so that on the group of the buckets Gloo might match it with another
-    collective. In shared memory (`use`) exchanges cannot be mixed up.
+    ``what`` names it in errors. ``part``: number and dtype of the elements that each
+    rank brings. They are added up, or with ``by_rank`` become rows of a table.
+    ``uses_forward_group``: it is not started in every backward, so that on the group of
+    the buckets Gloo might match it with another collective. In shared memory (`use`)
+    exchanges cannot be mixed up.
     """
 
     def __init__(
         self,
         what: str,
-        shape: tuple[int, torch.dtype],
+        part: tuple[int, torch.dtype],
         device: torch.device,
         communicator: Communicator,
         *,
+        by_rank: bool = False,
         uses_forward_group: bool = False,
     ) -> None:
-        self.shape = shape  # number of elements that a rank brings, and their dtype
+        self._part, self._by_rank = part, by_rank
         self.uses_forward_group = uses_forward_group
         self.is_open = False  # started, and its owner has not read it yet
         # The sum, or a row of each rank, once settled; None: there has been none.
@@ -47,6 +50,12 @@ class Exchange:
         self._communicator = communicator
         self._work: Work | None = None  # may outlast the backward
         self._shared: SharedBuffer | None = None  # through which it goes; None: group
+
+    @property
+    def shape(self) -> tuple[int, torch.dtype]:
+        """Number of elements that travel, in a group that may be a new one; dtype."""
+        (numel, dtype), size = self._part, self._communicator.size
+        return (numel * size if self._by_rank else numel), dtype
 
     def blank(self) -> Tensor:
         """Return zeros to fill in, and then to `start`; first `settle`."""

@@ -88,11 +88,12 @@ class ItemCounts(Observer):
     ) -> None:
         self.exchange = Exchange(
             "the sum of item counts",
-            (3 * communicator.size, torch.float64),
+            (3, torch.float64),
             device,
             communicator,
+            by_rank=True,
         )
-        self._rank = communicator.rank
+        self._communicator = communicator
         self._sampled = sampled
         self.divisor = 1  # by which gradients were divided before they travelled
         # What reduced gradients are multiplied by: a tensor if only the device knows.
@@ -116,7 +117,7 @@ class ItemCounts(Observer):
         """
         if self.exchange.is_open:
             raise RuntimeError(
-                f"[rank {self._rank}] Items are counted after this step's "
+                f"[rank {self._communicator.rank}] Items are counted after this step's "
                 "counts were sent. What to do: count all items of a step before its "
                 "first synchronised backward(); after one that failed, call reset() on "
                 "all ranks."
@@ -196,7 +197,7 @@ class ItemCounts(Observer):
         """
         step, self._step = self._step, _Step()
         message = self.exchange.blank()
-        self._write(step, message.view(-1, 3)[self._rank])
+        self._write(step, message.view(-1, 3)[self._communicator.rank])
         self.exchange.start(message)
 
     def _write(self, step: _Step, row: Tensor) -> None:
@@ -227,7 +228,7 @@ class ItemCounts(Observer):
         self.holds_averages = True
         if facts.is_cpu:
             rows = facts.tolist()
-            refuse_counts(self._rank, rows)
+            refuse_counts(self._communicator.rank, rows)
             self.scale = self.divisor / sum([row[_COUNT] for row in rows])
             return
         copied = torch.empty_like(facts, device="cpu", pin_memory=True)
@@ -256,7 +257,7 @@ class ItemCounts(Observer):
         late, self._late = self._late, None
         if late is not None:
             late[1].synchronize()
-            refuse_counts(self._rank, late[0].tolist())
+            refuse_counts(self._communicator.rank, late[0].tolist())
 
     def abandon(self) -> None:
         """Forget what was counted and sent; keep `totals`."""

@@ -245,6 +245,21 @@ def test_join(ctx, by_initial, mode):
             assert near(ddp.module, whole(alone, x))
 
 
+@on_ranks(3)
+def test_another_process_group(ctx):
+    """From three ranks to two of them: each has another number there."""
+    ddp = wrap(ctx)
+    step_on(ddp, inputs(ctx.rank))
+    assert ddp.item_totals.of_ranks.tolist() == [*SIZES[:3]]
+    if ctx.rank == 0:
+        return
+    ddp._update_process_group(ctx.subgroups[(1, 2)])
+    step_on(ddp, inputs(ctx.rank))
+    assert ddp.item_totals.of_ranks.tolist() == [*SIZES[1:3]]
+    mine = torch.cat([inputs(rank) for rank in (1, 2)])
+    assert near(ddp.module, whole(copy.deepcopy(ddp.module), mine))
+
+
 @on_ranks(2)
 def test_joined_rank_keeps_its_count(ctx):
     """A rank that joined keeps what it counted for gradients that it kept, too."""
