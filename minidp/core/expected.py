@@ -113,16 +113,13 @@ class Mode:
         """
         return {*range(self._num_params)} - ({*self.absent} - {*used_locally})
 
-    def ended(
-        self,
-        missing: Sequence[int],
-        untouched: Collection[int],
-        *,
-        contributed: bool = True,
-    ) -> None:
-        """Learn at the end what was missing, and what no rank used; here no-op.
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Learn at the end what was missing, and what no rank used; here no-op."""
 
-        Not ``contributed``: this rank had no inputs, and sent zeros (`join`).
+    def shadowed(self, untouched: Collection[int]) -> None:
+        """Learn what no rank used in a backward of the others; here no-op.
+
+        This rank had no inputs, and sent zeros (`join`).
         """
 
     def reset(self) -> None:
@@ -196,18 +193,15 @@ class FindUnused(Mode):
             return Decision.RECORD
         return super().decide(arrival)
 
-    def ended(
-        self,
-        missing: Sequence[int],
-        untouched: Collection[int],
-        *,
-        contributed: bool = True,
-    ) -> None:
-        """Clear `absent`; if ``contributed``, keep ``missing`` for the next search."""
-        if contributed:
-            is_first = self._missing_last is None
-            self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
-            self._missing_last = missing
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Keep ``missing`` for the next search; clear `absent`."""
+        is_first = self._missing_last is None
+        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
+        self._missing_last = missing
+        self.shadowed(untouched)
+
+    def shadowed(self, untouched: Collection[int]) -> None:
+        """Clear `absent`."""
         self.absent, self._has_searched = (), False
 
     def reset(self) -> None:
@@ -276,26 +270,25 @@ class StaticGraph(Mode):
         is_next_last = self._left[arrival.i] == 1
         return Decision.COUNT_TO_LAST if is_next_last else Decision.COUNT
 
-    def ended(
-        self,
-        missing: Sequence[int],
-        untouched: Collection[int],
-        *,
-        contributed: bool = True,
-    ) -> None:
-        """After the first backward stop counting; from then ``untouched`` are `kept`.
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """After the first backward stop counting.
 
-        `absent` are then the parameters without any arrival. Not ``contributed``: a
-        later backward of this rank will be its first, and counts.
+        `absent` are from then on the parameters without any arrival.
+        """
+        self.shadowed(untouched)
+        if self._is_first:
+            self.absent = [i for i, n in enumerate(self._counts) if not n]
+            self._repeated = {i: n for i, n in enumerate(self._counts) if n > 1}
+        self._is_first = self.fills_in_missing = self.finishes_at_once = False
+
+    def shadowed(self, untouched: Collection[int]) -> None:
+        """After the others' first backward ``untouched`` parameters are `kept`.
+
+        A later backward of this rank will be its first, and counts.
         """
         if self._is_first:
             self.shares_used_map, self.orders_buckets = False, True
             self.kept = frozenset(untouched)
-        if contributed:
-            if self._is_first:
-                self.absent = [i for i, n in enumerate(self._counts) if not n]
-                self._repeated = {i: n for i, n in enumerate(self._counts) if n > 1}
-            self._is_first = self.fills_in_missing = self.finishes_at_once = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """Return GraphChangedError for a gradient that the first backward lacked."""

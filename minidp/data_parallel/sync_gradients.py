@@ -45,7 +45,7 @@ def shadow_backward(reducer: Reducer) -> None:
         unused = reducer.reduce([None] * len(everything), used)
         if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
             reducer.rebuild_policy.keep(everything)
-        expected.ended(everything, unused, contributed=False)
+        expected.shadowed(unused)
 
 
 @contextmanager
