@@ -218,12 +218,21 @@ def share(
     device: torch.device,
     messages: Sequence[SmallMessage] = (),
 ) -> list[SharedBuffer] | str:
-    """Create a shared buffer per bucket; return them, or the reason if a rank cannot.
+    """Create a shared buffer for each bucket; if a rank cannot, return the reason.
 
-    A collective that waits, with equal ``shapes`` (elements, dtype of each bucket), if
-    the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is
-    the CPU; else the reason comes at once. ``messages`` use further buffers from then.
-    If MINIDP_SHARED_MEMORY=1 on this rank, NativeError for any reason but "one rank".
+    All ranks of the group must call it together, and wait for each other. Only where
+    the group is of one rank or not plain Gloo, or the gradients are not on the CPU, the
+    reason comes at once.
+
+    Args:
+        shapes: The number of elements and the dtype of each bucket, alike on all ranks.
+        communicator: The communicator of these ranks.
+        device: The device of the gradients.
+        messages: Further messages that will use shared buffers, too.
+
+    Raises:
+        NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and there are several ranks
+            that cannot share memory.
     """
     group = communicator.group
     if group.size() == 1:

@@ -1,8 +1,12 @@
-"""Give collectives of one process group a time limit, and explain their failures.
+"""Give the collectives of a process group a time limit, and explain their failures.
 
-A `Communicator` waits in slices of 0.5 s; after each it asks its `PeerMonitor` whether
-a rank will never take part. At the limit, or when the backend gives up, the error names
-missing ranks. A failure leaves the group unusable: it is remembered until `reset`.
+A backend lets a rank wait for 10 or 30 minutes, and then its error does not say for
+whom. A `Communicator` waits in slices of half a second. After each slice it asks its
+`PeerMonitor` whether some rank will never take part. At the limit, or when the backend
+gives up, the error names the missing ranks.
+
+A failure leaves the group unusable, because other ranks may still be inside the
+collective that failed here. It is remembered until `reset`.
 """
 
 from __future__ import annotations

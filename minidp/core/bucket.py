@@ -148,9 +148,10 @@ class Bucket(ABC):
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
-        """Collective: enter IN_FLIGHT; start the payload's all-reduce or the comm hook.
+        """Start the all-reduce of the payload, or the comm hook; enter IN_FLIGHT.
 
-        Does not wait. ``is_last``, for the hook: no bucket of this backward follows.
+        All ranks must launch the same buckets in the same order. It does not wait.
+        ``is_last`` tells a hook that no bucket of this backward follows.
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
@@ -170,14 +171,16 @@ class Bucket(ABC):
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the CUDA stream that filled the payload; CPU: no-op."""
+        """Return a context on the CUDA stream that has filled the payload, if any."""
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
     @_traced("wait")
     def wait(self, doing: str) -> None:
-        """Wait for `work`; copy a hook's result to the payload; enter REDUCED.
+        """Wait for `work`, copy a hook's result to the payload, and enter REDUCED.
 
-        CollectiveError, which quotes ``doing``, if late or failed; or CommHookError.
+        Raises:
+            CollectiveError: It is late or has failed; the text says ``doing``.
+            CommHookError: The hook's future has failed, or brings what does not fit.
         """
         assert self.work is not None
         with self.communicator.watching(doing, self.plan.number):
@@ -190,10 +193,10 @@ class Bucket(ABC):
 
     @_traced("copy out", after=Moment.COPIED_OUT)
     def copy_out(self, kept: Slots = ()) -> None:
-        """Write averages to ``.grad``, but not of ``kept`` slots; enter FILLING.
+        """Write averages to ``.grad``, but not for ``kept`` slots; enter FILLING.
 
-        With bucket views ``.grad`` becomes the view; ``kept`` views get the values that
-        `flatten` saved.
+        With gradient views ``.grad`` becomes the view. The views of ``kept`` slots get
+        back the values that `flatten` has saved.
         """
         self.write_averages(kept)
         self._advance(BucketState.FILLING)

@@ -139,9 +139,10 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Enter ARMED: the next backward reduces. Hook ``output`` to see it begin.
+        """Let the next backward reduce: enter ARMED; hook the output to see it begin.
 
-        May search the graph. With `shares_reach` a collective, which may wait.
+        It may search the graph. With ``skip_all_reduce_unused_params`` all ranks must
+        call it together, because they exchange what their forwards have reached.
         """
         self.phase.enter(Phase.ARMED)
         self.queue.store.note_forward()
@@ -153,7 +154,10 @@ class Reducer:
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
-        """Collective if a rebuild is due: wait for rank 0's layout, use new buckets."""
+        """Use new buckets if a rebuild is due, by the layout of rank 0.
+
+        All ranks must call it together; a rebuild is due on all of them or on none.
+        """
         if self.rebuild_policy.is_due:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
             # Also if it is equal, as torch does: last bits change (see `kernels`).
@@ -161,7 +165,7 @@ class Reducer:
             self.adopt(agreed, shares=True)
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
-        """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
+        """Replace the buckets. With ``shares`` all ranks must call it together."""
         self.pending.adopt(())  # frees the old buckets before new ones take memory
         with autograd.outside():
             self.queue.adopt(layout, shares=shares)
@@ -361,9 +365,9 @@ class Reducer:
             self.pending.fill_missing(i)
 
     def launch_used_map(self) -> None:
-        """Collective: start to exchange which parameters this rank used.
+        """Start to exchange which parameters this rank has used.
 
-        Does nothing if that has been started in this backward already.
+        All ranks do so once in each backward. Further calls do nothing.
         """
         used = self.pending.used() | self.ledger.used_locally
         with autograd.outside():
@@ -468,11 +472,18 @@ class Reducer:
     def reduce(
         self, grads: Sequence[torch.Tensor | None], used: Collection[int] | None
     ) -> Collection[int]:
-        """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
+        """Average gradients over the ranks into ``.grad``, without a backward; wait.
 
-        Counts as a synchronised backward; `BucketQueue.start` comes before. ``used``:
-        indices of parameters that this rank used, to tell the other ranks; None: ranks
-        exchange no usage. Return the indices whose ``.grad`` was left unchanged.
+        All ranks must call it together, after `BucketQueue.start`. It counts as a
+        synchronised backward.
+
+        Args:
+            grads: A gradient for each parameter, or None for zeros.
+            used: The parameters that this rank has used, by index, which the other
+                ranks are told. With None nothing of this is exchanged.
+
+        Returns:
+            The indices of the parameters whose ``.grad`` was left unchanged.
         """
         queue, expected = self.queue, self.expected
         used_map = queue.used_map if expected.shares_used_map else queue.given_map
