@@ -89,7 +89,7 @@ class PythonWork:
         self._is_done = False
 
     def get_future(self) -> Future[Any]:
-        """Return the work's future; if it has none, wait, and return a completed one."""
+        """Return the work's future; if there is none, wait, and return one of None."""
         if self._future is None and hasattr(self._work, "get_future"):
             with suppress(RuntimeError):  # how torch's Work says that it has none
                 self._future = self._work.get_future()
