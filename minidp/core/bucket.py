@@ -84,7 +84,7 @@ def _traced(
 
 
 class Bucket(ABC):
-    """Base class of buckets: gradients of ``params`` that one collective reduces."""
+    """The base class of buckets: gradients that one collective reduces."""
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
 
@@ -116,20 +116,26 @@ class Bucket(ABC):
         self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
-        """Return ``grad`` uncopied; a dense bucket may copy it and return COPIED."""
+        """Return the gradient, for later; a dense bucket may return COPIED instead."""
         return grad
 
     @_traced("flatten", before=Moment.FULL)
     def flatten(
         self, entries: Entries, factors: DivideFactors, filled: Collection[int] = ()
     ) -> None:
-        """Bring every slot into the payload, divided; enter FULL.
+        """Bring every gradient into the payload, divided, and enter FULL.
 
-        ``entries``: per slot a gradient, None (contributes zeros) or COPIED.
-        ``filled``: indices of parameters, also of other buckets, that did not arrive.
-        They may be unused on all ranks: if ``.grad`` lies in the buffer, its values are
-        saved for `copy_out`. GradientError for a misfit in dtype, layout, shape or
-        device. On CUDA the current stream waits for those that wrote the gradients.
+        On CUDA the current stream waits for those that have written the gradients.
+
+        Args:
+            entries: For each slot a gradient, None (which contributes zeros) or COPIED.
+            factors: By what to divide.
+            filled: The indices of parameters, of other buckets too, that have not come.
+                They may be unused on all ranks; so if their ``.grad`` lies in the
+                buffer, its values are saved for `copy_out`.
+
+        Raises:
+            GradientError: A gradient does not fit by dtype, layout, shape or device.
         """
         if self.streams is not None:
             self.streams.gather(entries)
@@ -143,7 +149,7 @@ class Bucket(ABC):
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy divided ``entries`` to the payload; save ``.grad`` of ``undecided``."""
+        """Copy entries to the payload, divided; save the ``.grad`` of ``undecided``."""
 
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
@@ -203,10 +209,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def write_averages(self, kept: Slots) -> None:
-        """Write payload * `factor` to ``.grad``, but not for ``kept`` slots."""
+        """Write the payload times `factor` to ``.grad``, but not for ``kept`` slots."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
-        """Copy each fitting ``.grad`` to its view; make that ``.grad``; here no-op."""
+        """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""
 
     def _advance(self, state: BucketState) -> None:
         if _FOLLOWING[self.state] is not state:

@@ -55,9 +55,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _failing(method: Method) -> Method:
-    """Wrap a method: if it raises, call `Reducer.fail`, and raise the error again.
+    """Let a method that raises put its reducer into FAILED, and raise the error again.
 
-    The error is logged, too, if RPC is up.
+    If RPC is up the error is logged, too, because distributed autograd raises another
+    one, without its text.
     """
 
     @autograd.untraced
@@ -70,7 +71,7 @@ def _failing(method: Method) -> Method:
             raise error.with_traceback(None) from None  # where we wait says nothing
         except BaseException as error:
             self.fail(error)
-            if autograd.is_rpc_up():  # distributed autograd raises without the text
+            if autograd.is_rpc_up():
                 logger.error("%s", self.failure)
             if isinstance(error, MiniDPError):  # our frames say less than its text
                 raise error.with_traceback(None)  # noqa: B904 -- its own cause stays
@@ -80,10 +81,17 @@ def _failing(method: Method) -> Method:
 
 
 class Reducer:
-    """Reduce the gradients of one replica; knows no module and no optimizer.
+    """Average the gradients of one replica. It knows no module and no optimizer.
 
-    The constructor allocates buckets and attaches a grad hook to each of ``params``,
-    whose index is their key. Without ``rebuild_policy`` buckets are rebuilt once.
+    The constructor allocates buckets, and attaches a grad hook to each parameter.
+
+    Args:
+        params: The parameters whose gradients are averaged, equally ordered on all
+            ranks. Everything in the core goes by their index.
+        specs: What the layout has to know of each of them.
+        config: The options.
+        communicator: The process group and its time limit.
+        rebuild_policy: When to rebuild buckets; by default once.
     """
 
     def __init__(
@@ -175,11 +183,18 @@ class Reducer:
 
     @_failing
     def admit(self, i: int) -> bool:
-        """Open (ARMED), resume (PAUSED) a backward; return True if the hook records it.
+        """Say what to do with a gradient that its hook may not record by itself.
 
-        False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
-        local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it,
-        or under compiled autograd.
+        The first gradient of a backward opens it (ARMED), or resumes it (PAUSED).
+
+        Returns:
+            True if the hook shall record the gradient as usual. False if that was done
+            here, or it was only counted (static graph), or it is local (IDLE,
+            FINALIZING, FAILED).
+
+        Raises:
+            GradientError: The mode does not expect this gradient, or autograd is
+                compiled.
         """
         autograd.refuse_compiled(self.rank)
         with self._lock:
@@ -206,7 +221,6 @@ class Reducer:
         return self.params[i].grad is not None or self.queue.store.has_gradient(i)
 
     def _take(self, i: int) -> None:
-        """Do with a gradient that arrives what the mode decides."""
         queue, pending = self.queue, self.pending
         number = pending.bucket_of[i]
         arrival = Arrival(
@@ -230,9 +244,10 @@ class Reducer:
             raise self.expected.twice(self.rank, self.names[i])
 
     def _open(self, first: int) -> None:
-        """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
+        """Enter REDUCING, in the hook of the first gradient.
 
-        May wait for ranks.
+        Gradients that this rank predicts to be missing are filled in at once, which may
+        launch buckets. It may wait for what other ranks say they have reached.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
@@ -258,7 +273,7 @@ class Reducer:
             self.pending.fill_missing(i, travels=travels)
 
     def _record(self, i: int) -> None:
-        """Trace, copy and record a gradient; complete its bucket if now full."""
+        """Record a gradient, tell observers of it, and complete its bucket if full."""
         pending, queue = self.pending, self.queue
         queue.observers.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
@@ -272,10 +287,10 @@ class Reducer:
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
-        """Flatten full bucket ``number``; launch buckets whose turn has come.
+        """Flatten a bucket that is full, and launch the buckets whose turn has come.
 
-        After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (or call it: `Mode.finishes_at_once`).
+        After the last bucket a shared used-map is launched, and `_finalize` is queued
+        for the end of the backward (or called, with `Mode.finishes_at_once`).
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         with self._lock:
@@ -295,13 +310,13 @@ class Reducer:
 
     @_failing
     def refuse_compiled(self) -> None:
-        """Raise GradientError under compiled autograd, also if no gradient arrives."""
+        """Raise a GradientError under compiled autograd, even if no gradient comes."""
         autograd.refuse_compiled(self.rank)
 
     # -- a backward ends ---------------------------------------------------------------
 
     def expect_end(self) -> None:
-        """Queue `end_now` for this task's end, only once; if ARMED, tell observers."""
+        """Queue `end_now` for the end of this graph task, once."""
         task = autograd.current_task()
         if task in self._tasks:
             return
@@ -314,10 +329,12 @@ class Reducer:
 
     @_failing
     def end_now(self, task: int = autograd.NO_TASK) -> None:
-        """Handle missing gradients if ``task`` was the last running graph task.
+        """Do what is to be done about missing gradients, at the end of a backward.
 
-        If none arrived, note a bypass. Else fill them in, which launches the remaining
-        buckets, or enter PAUSED until another backward brings them. Does not wait.
+        If this was the last graph task that ran, the missing gradients are filled in,
+        which launches the remaining buckets. If the mode does not allow that, the phase
+        is PAUSED, until another backward brings them. If no gradient has come at all,
+        the ledger notes it. Nothing is waited for.
         """
         with self._lock:
             self._tasks.pop(task, None)
@@ -338,11 +355,11 @@ class Reducer:
                 self.pending.pause()
 
     def _note_bypass(self) -> None:
-        """Tell the ledger which gradients this backward made without our hooks.
+        """Tell the ledger which gradients this backward has made without our hooks.
 
-        Those of `torch.autograd.grad` go to the caller; parameters that were cast have
-        lost their hooks. A backward that needs neither (that of a generator through a
-        critic, a saliency map) leaves the parameters alone.
+        Gradients of `torch.autograd.grad` go to the caller, and parameters that were
+        cast have lost their hooks. A backward that needs neither (that of a generator
+        through a critic, a saliency map) leaves the parameters alone.
         """
         if not self.hooks.nodes:
             return  # the user has removed the hooks
@@ -355,7 +372,13 @@ class Reducer:
         self.ledger.note_bypass(self.params, captured, lost)
 
     def _fill_in_missing(self) -> None:
-        """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
+        """Contribute ``.grad``, or zeros, for each missing gradient.
+
+        This launches the remaining buckets.
+
+        Raises:
+            GradientError: The module was cast or moved, so that hooks are lost.
+        """
         missing = self.pending.missing()
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
@@ -374,12 +397,15 @@ class Reducer:
             self.queue.used_map.launch(used)
 
     def _untouched(self) -> Collection[int]:
-        """Return parameters whose ``.grad`` this reduction must not write.
+        """Return the parameters whose ``.grad`` must stay as they are.
 
-        No rank has used them. If this rank missed any, it may wait for the others to
-        say what they used. GradientError if other ranks used a parameter that is frozen
-        here; GraphChangedError if a later backward of a static graph uses one that the
-        first has not used.
+        No rank has used them. If this rank has missed any, it may wait for the others
+        to say what they have used.
+
+        Raises:
+            GradientError: Other ranks have used a parameter that is frozen here.
+            GraphChangedError: A later backward of a static graph uses a parameter that
+                the first one has not used.
         """
         kept = self.expected.kept
         if not self.expected.shares_used_map:
@@ -405,12 +431,12 @@ class Reducer:
 
     @torch.no_grad()
     def finalize_now(self) -> None:
-        """End the backward if `awaits_user`: wait, write averages; return to IDLE."""
+        """End a backward for which the user has to ask, as `awaits_user` says."""
         self._finalize()
 
     @_failing
     def _finalize(self) -> None:
-        """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
+        """Wait for all buckets, write averages to ``.grad``, and return to IDLE."""
         observers, expected = self.queue.observers, self.expected
         if observers.is_timed:
             observers.enter(StepEvent.FINALIZE_BEGIN)
@@ -436,11 +462,11 @@ class Reducer:
             observers.enter(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
-        """Raise GradientError if this backward is also ``other``'s, and one has views.
+        """Raise a GradientError if this backward is also another one's, with views.
 
-        The ``.grad`` that the one reads or writes is then a bucket of the other, which
-        travels meanwhile. ``shared``: parameters of both; one of them must have arrived
-        here and there.
+        With gradient views the ``.grad`` that one reads or writes is a bucket of the
+        other, which travels meanwhile. It is an error only if a parameter of both
+        (``shared``) has brought a gradient here and there.
         """
         has_views = any(
             each.queue.config.gradient_as_bucket_view for each in (self, other)
@@ -455,7 +481,8 @@ class Reducer:
     def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
         """Return which of the ``shared`` parameters have brought a gradient so far.
 
-        All, if the mode fills in whatever arrived (the first one of a static graph).
+        The first backward of a static graph only counts what comes, and fills in
+        everything at its end, so that there "filled in" does not mean missing.
         """
         entries, filled = self.pending.entries, self.pending.filled
         if self.expected.finishes_at_once:
@@ -508,7 +535,7 @@ class Reducer:
     # -- failure -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Enter FAILED; close `pending`; store ``error``'s text, tell other ranks."""
+        """Enter FAILED because of this error, and tell the other ranks of it."""
         self.phase.enter(Phase.FAILED)
         self.pending.close()
         # Collectives that may never finish: keep their group alive.
@@ -519,7 +546,7 @@ class Reducer:
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Enter IDLE on ``group``, with new buckets; reset ledger; keep ``.grad``."""
+        """Begin anew on a process group, with new buckets; ``.grad`` stays."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
@@ -538,7 +565,7 @@ _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
-    """Return the graph tasks that still run; ``tasks``: weak end callbacks by task."""
+    """Return the graph tasks that still run: those whose end callback is alive."""
     return [task for task, end in tasks.items() if end() is not None]
 
 
@@ -550,7 +577,7 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe."""
+    """Call `Reducer.expect_end`, if the reducer still exists: the probe of outputs."""
     reducer = reference()
     if reducer is not None:
         reducer.refuse_compiled()
