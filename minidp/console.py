@@ -1,7 +1,12 @@
-"""Print to a terminal, parse command lines, and warn at the user's line.
+"""What a person sees: prints, folded lines, usage errors, warnings, tracebacks.
 
-A reader may close the pipe: ``minidp report FILE | head``. That is no error, and does
-not stop what a command does besides printing: ``minidp native build | head -1`` builds.
+Three things are done here rather than where they are needed:
+
+* A reader may close the pipe, as in ``minidp report FILE | head``. That is no error,
+  and it does not stop what a command does besides printing: ``minidp native build |
+  head -1`` builds.
+* A warning or a traceback points at the user's line, and not at one of ours.
+* A misspelt option is answered by the one that may have been meant.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
-NOTE = 30  # columns that a line's last column needs to be continued below itself
-INDENT = 4
+NOTE = 30  # a last column of fewer characters is not continued below itself
+INDENT = 4  # of such a line's continuation
 OURS = (
     os.path.join(os.path.dirname(__file__), ""),
     os.path.join(os.path.dirname(torch.__file__), ""),
@@ -42,17 +47,14 @@ def say_on_stderr(text: str) -> None:
 
 
 def say_progress(text: str) -> None:
-    """Print a line to standard error if it is a terminal, and $RANK is 0 or unset."""
+    """Print a line to standard error on rank 0, if it is a terminal."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and sys.stderr is not None and width_of(sys.stderr):
         say_on_stderr(text)
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Print a line and flush; do nothing if ``stream`` is None.
-
-    If its pipe is closed, redirect the stream's descriptor to the null device.
-    """
+    """Print a line and flush; if there is no stream, or a closed pipe, do nothing."""
     if stream is None:  # print() would write to standard output
         return
     try:
@@ -65,10 +67,11 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def fold(text: str, stream: TextIO) -> str:
-    """Return text with lines broken at the terminal's width; unchanged for a file.
+    """Break the lines of a text at the width of a terminal; for a file, leave them.
 
-    Continuation lines are aligned with the last column of their line (columns are two
-    spaces apart), or indented by 4 if there is none, or under 30 characters are left.
+    A table stays one: a line is continued below its last column, where columns are two
+    spaces apart. If there is no column, or too little room behind it, the continuation
+    is indented by four spaces.
     """
     width = width_of(stream)
     if width is None:
@@ -86,7 +89,10 @@ def fold(text: str, stream: TextIO) -> str:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return a terminal's width ($COLUMNS first); None if no terminal, or unknown."""
+    """Return the width of a terminal in characters; None if it is none, or unknown.
+
+    The environment variable COLUMNS comes first.
+    """
     told = os.environ.get("COLUMNS", "")
     try:
         if not stream.isatty():
@@ -108,7 +114,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Return the options and []; exit if a word is unknown."""
+        """Return the options and an empty list; exit if a word is unknown."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [
@@ -126,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2, after the usage and ``message``."""
+        """Print the usage and the message, and exit with status 2."""
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is not None:
             known = re.findall(r"[\w-]+", choice[2])
@@ -149,9 +155,12 @@ def run_command(
     add_arguments: Callable[[argparse.ArgumentParser], None],
     main: Callable[[argparse.Namespace], int],
 ) -> NoReturn:
-    """Parse the arguments of command ``name``; exit with the status ``main`` returns.
+    """Run a command, and exit with its status.
 
-    ``add_arguments`` gets the parser, ``main`` the parsed arguments.
+    Args:
+        name: The command, for its usage.
+        add_arguments: Adds its arguments to a parser.
+        main: Gets the parsed arguments, and returns the exit status.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(name, formatter_class=raw)
@@ -160,7 +169,7 @@ def run_command(
 
 
 def positive_seconds(text: str) -> float:
-    """Return ``text`` as float, for argparse; raise if no number, <= 0 or infinite."""
+    """Parse a finite, positive number of seconds, for argparse."""
     try:
         seconds = float(text)
     except ValueError:
@@ -173,9 +182,9 @@ def positive_seconds(text: str) -> float:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse ``arguments`` (None: those of ``sys.argv``) as argparse does.
+    """Parse arguments as argparse does, which exits after --help or a usage error.
 
-    Exits after --help or a usage error; printing these to a closed pipe raises nothing.
+    With None these are the arguments of the process. A closed pipe raises nothing.
     """
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -188,7 +197,7 @@ def parse(
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning at the line of the nearest caller outside minidp and torch."""
+    """Issue a warning that points at the user's line; see `user_frame`."""
     frame = user_frame(sys._getframe(1))
     names = frame.f_globals
     warnings.warn_explicit(
@@ -202,9 +211,10 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Return ``frame`` or its nearest caller outside minidp and torch.
+    """Return the frame itself, or its nearest caller outside of minidp and torch.
 
-    Skips also contextlib and generated code. The outermost frame if there is none.
+    Frames of contextlib and of generated code are skipped, too. If nothing else is
+    there, it is the outermost frame.
     """
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(OURS)
@@ -215,10 +225,10 @@ def user_frame(frame: FrameType) -> FrameType:
 
 
 def trim_tracebacks(of: type[BaseException]) -> None:
-    """From now on let uncaught errors of a class show the user's frames only.
+    """Let uncaught errors of a class show only the user's frames, from now on.
 
-    Without it, thirty lines of our frames and torch's stand above the line that says
-    what is wrong. Other errors, and those that somebody catches, keep all frames.
+    Otherwise thirty lines of our frames and torch's stand above the line that says what
+    is wrong. Other errors, and those that somebody catches, keep all their frames.
     """
     global _is_trimming
     if _is_trimming:
@@ -236,11 +246,11 @@ def trim_tracebacks(of: type[BaseException]) -> None:
     sys.excepthook = trim
 
 
-_is_trimming = False  # once per process
+_is_trimming = False  # whether this process does so already
 
 
 def _of_user(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a copy without minidp, torch and runpy; itself if nothing is left."""
+    """Return a copy without our frames, torch's and runpy's; itself if none is left."""
     shown = None
     for each in reversed([*_each(traceback)]):
         file = each.tb_frame.f_code.co_filename

@@ -1,11 +1,18 @@
 """Predict when the buckets of a layout are reduced, and find the best layout.
 
-Two parts: latency and bandwidth are fitted to measured collectives; then the auto
-search (`autotune/`) and the forecasts of a report (`overlap/`) ask what a layout does.
+Small buckets are launched early, so that the network is busy while the backward still
+computes. But each message costs a latency, so that many small ones take longer. Which
+layout is best depends on the model and on the network, and this file says which one.
+The automatic search (`autotune/`) and the forecasts of a report (`overlap/`) use it.
+
+There are two parts. `fit_network` finds latency and bandwidth from measured
+collectives. `play` and `best_groups` say what a layout does on such a network, and
+which layout is the best.
 
 The model knows when each gradient becomes ready in a backward, and a network whose
-messages take ``latency + bytes / bandwidth``. Buckets are sent one after the other in
-launch order, each when it is full and the bucket before it is done::
+messages take ``latency + bytes / bandwidth`` (the model of Hockney, 1994). Buckets are
+sent one after the other in launch order, each as soon as it is full and the bucket
+before it is done::
 
     backward   |=========================================|
     ready         0    1  2      3       4    5         6
@@ -16,17 +23,18 @@ launch order, each when it is full and the bucket before it is done::
     done = start + latency + bytes / bandwidth
     exposed = max(0, last done - end of the backward)
 
-The last bucket is therefore done at the maximum, over all buckets, of *ready + what
-this and all later buckets take*. Two rules follow:
+The last bucket is therefore done at the maximum, over all buckets, of *the time at
+which it is ready + what it and all later buckets take*. Two rules follow:
 
-* Buckets are launched in ready order, and each is a run of neighbours (of its kind): a
-  gradient that is sent earlier than necessary makes no sum larger.
+* The best layout launches buckets in ready order, and each of them is a run of
+  neighbours (of its kind), because sending a gradient earlier than necessary makes none
+  of these sums smaller.
 * Splitting one parameter into several messages never helps: its parts are ready at the
   same moment, so the earliest of their buckets may as well carry all of them.
 
-The model leaves out copies into and out of buckets, collectives that share the network
-or the cores, and ranks that differ in speed. Ready times and a network that were
-measured in backwards with communication contain part of that.
+The model leaves out the copies into and out of buckets, collectives that share the
+network or the cores, and ranks that differ in speed. Ready times and networks that were
+measured in backwards with communication contain a part of that.
 """
 
 from __future__ import annotations
@@ -45,31 +53,42 @@ import numpy as np
 from minidp.layout import fill
 
 ROUNDS = 20  # rounds of reweighting; the fit converges within a few
-ROUNDING = 1e-9  # relative error of a sum of many times
-TRUSTED = 1.5  # a size that errs by more than this many median errors weighs less
+ROUNDING = 1e-9  # the relative error of a sum of many times
+TRUSTED = 1.5  # a size whose error exceeds this many median errors counts less
 
 
 @dataclass(frozen=True)
 class Network:
-    """Model a message of ``n`` bytes as ``latency_s + n / bytes_per_s`` seconds."""
+    """A network on which a bucket of n bytes takes latency_s + n / bytes_per_s seconds.
+
+    ``bytes_per_s`` counts the bytes of the bucket. An all-reduce sends each of them
+    several times, so the rate of the link is higher.
+    """
 
     latency_s: float
-    bytes_per_s: float  # of a bucket; an all-reduce sends each byte several times
+    bytes_per_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """Return the predicted seconds of a message of ``nbytes`` bytes."""
+        """Predict how many seconds a message of ``nbytes`` bytes takes."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 def messages_of(
     spans: Iterable[tuple[int, float, float]],
 ) -> Iterator[tuple[int, float]]:
-    """Yield (bytes, duration) of each message, as if they were sent one at a time.
+    """Yield bytes and duration of each message, as if they were sent one at a time.
 
-    ``spans``: (bytes, launch, end) in launch order, bytes 0: unknown. A message begins
-    when it is launched and the one before has ended. Gloo runs two at a time: messages
-    that end no later than an earlier one share its time by their bytes; if one's bytes
-    are unknown, none of them is yielded. Durations have the unit of the times.
+    A message begins when it is launched and the one before it has ended. But Gloo sends
+    two at a time: messages that end no later than an earlier one share its time, in
+    proportion to their bytes. If the bytes of one of them are unknown, none of them is
+    yielded.
+
+    Args:
+        spans: The bytes of each message (0: unknown), when it was launched, and when it
+            was done, in the order of launches.
+
+    Yields:
+        The bytes, and the duration in the unit of the times.
     """
     free, began = 0.0, 0.0
     together: list[int] = []
@@ -84,17 +103,14 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
-    """Yield (bytes, part of ``time`` by size) per message; nothing if a size is 0.
-
-    Nothing either if ``time`` is not positive.
-    """
+    """Yield each message's bytes, and its share of ``time``; nothing if one is 0."""
     if time > 0 and all(together):
         for nbytes in together:
             yield nbytes, time * nbytes / sum(together)
 
 
 def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
-    """Return latency and bandwidth fitted to ``samples``, (bytes, seconds) of messages.
+    """Fit latency and bandwidth to measured messages.
 
     seconds
        |              .'
@@ -104,14 +120,21 @@ def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
        |' <- latency
        +--------------------- bytes of a bucket
 
-    The fit is a line of least relative squares through the median of each size, where
-    rounds of reweighting suppress outliers. A line that is no network is corrected:
+    The line is the one with the least squares of relative errors, through the median
+    time of each size. A size that lies far from it counts less in the next round
+    (iteratively reweighted least squares with Huber's weights), because a slow moment
+    of the machine may have hit all messages of a size. A line that is no network is
+    corrected:
 
     * a negative latency becomes 0, and the line goes through zero;
-    * if large messages take no longer than small ones, the bandwidth becomes bytes
-      over seconds of the largest message: the true one is not smaller.
+    * if large messages take no longer than small ones, the bandwidth becomes bytes over
+      seconds of the largest message, because the true one is not smaller.
 
-    Raises ValueError unless the messages are of two sizes at least.
+    Args:
+        samples: The bytes and the seconds of each message.
+
+    Raises:
+        ValueError: The messages are all of one size, or there are none.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -137,10 +160,7 @@ def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
 
 
 def _fit_line(x: Any, y: Any, weights: Any) -> Network:
-    """Fit seconds ``y`` over bytes ``x`` (ascending) by weighted least squares.
-
-    A negative latency and a slope that is not positive are corrected: `fit_network`.
-    """
+    """Fit seconds ``y`` over bytes ``x``, ascending, by weighted least squares."""
     mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
     slope = weights @ ((x - mean_x) * (y - mean_y)) / (weights @ (x - mean_x) ** 2)
     if slope <= 0:
@@ -155,16 +175,16 @@ def _fit_line(x: Any, y: Any, weights: Any) -> Network:
 
 @dataclass(frozen=True)
 class Backward:
-    """Hold when each gradient of one backward became ready, its bytes and its kind.
+    """When each gradient of a backward becomes ready, its bytes, and its kind.
 
-    All by position in the ready order.
+    Gradients are known by their position in the ready order.
     """
 
-    ready_s: tuple[float, ...]  # since the backward began, ascending, at most `end_s`
+    ready_s: tuple[float, ...]  # seconds since its begin, ascending, at most `end_s`
     nbytes: tuple[int, ...]
-    end_s: float  # from the begin to the end of the backward
-    kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
-    order: tuple[int, ...] = ()  # parameter indices
+    end_s: float  # seconds from the begin to the end of the backward
+    kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): there is one
+    order: tuple[int, ...] = ()  # the parameter at each position, by its index
 
     def positions(self, buckets: Iterable[Sequence[int]]) -> list[list[int]]:
         """Convert parameter indices in ``buckets`` to positions in the ready order."""
@@ -172,7 +192,7 @@ class Backward:
         return [[position[i] for i in members] for members in buckets]
 
     def kind(self, position: int) -> int:
-        """Return the kind of the gradient at ``position``; 0 if `kinds` is empty."""
+        """Return the kind of the gradient at ``position``."""
         return self.kinds[position] if self.kinds else 0
 
 
@@ -182,12 +202,18 @@ def in_ready_order(
     kinds: Sequence[tuple[Hashable, bool]],
     end_s: float,
 ) -> Backward:
-    """Sort gradients by ready time; return them as a `Backward`.
+    """Sort gradients by the time at which they became ready.
 
-    All by parameter index: ``ready_s``, seconds since the backward began, cut to 0 ..
-    ``end_s`` (None: unknown, sorted last); ``kinds``, what all gradients of a bucket
-    share, and True for a sparse one, which is alone in its bucket. The result has only
-    the keys of ``ready_s``. Of equal times, the last parameter comes first.
+    All arguments but the last go by parameter index. Of equal times, the last parameter
+    comes first, as in a backward.
+
+    Args:
+        ready_s: Seconds since the backward began. They are cut to 0 .. ``end_s``; None
+            (unknown) is sorted last. The result has only these parameters.
+        nbytes: The bytes of each gradient.
+        kinds: What all gradients of a bucket share, and whether this one is sparse: a
+            sparse one is alone in its bucket.
+        end_s: The seconds from the begin to the end of the backward.
     """
     times = {i: math.inf if time is None else time for i, time in ready_s.items()}
     order = sorted(times, key=lambda i: (times[i], -i))
@@ -204,29 +230,31 @@ def in_ready_order(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold predicted times of a backward's buckets, in seconds since it began."""
+    """The predicted times of a backward's buckets, in seconds since it began."""
 
-    buckets: tuple[tuple[float, float], ...]  # start and end, in launch order
+    buckets: tuple[tuple[float, float], ...]  # when each is sent and done, as launched
     end_s: float  # the end of the backward's computation
 
     @property
     def done_s(self) -> float:
-        """Seconds until both the backward and its communication are done."""
+        """How many seconds pass until the backward and its communication are done."""
         return max([self.end_s, *(done for _, done in self.buckets[-1:])])
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of communication after the end of the backward."""
+        """How many seconds the communication takes after the end of the backward."""
         return self.done_s - self.end_s
 
 
 def play(
     backward: Backward, groups: Iterable[Sequence[int]], network: Network
 ) -> Schedule:
-    """Predict when each bucket of a layout is sent and done, on ``network``.
+    """Predict when each bucket of a layout is sent and done on a network.
 
-    ``groups``: buckets in launch order, as positions in the ready order. Each is sent
-    when its last gradient is ready and the bucket before is done.
+    Args:
+        backward: When the gradients become ready.
+        groups: The buckets in launch order, as positions in the ready order.
+        network: The network on which they are sent.
     """
     buckets, done_s = [], 0.0
     for group in groups:
@@ -238,10 +266,11 @@ def play(
 
 
 def lower_bound(backward: Backward, network: Network) -> float:
-    """Return a lower bound of `Schedule.done_s` over all layouts, in seconds.
+    """Return seconds than which no layout has a smaller `Schedule.done_s`.
 
-    The bound lets gradients be sent byte by byte: bytes that become ready at some
-    moment or later are sent after it, and the last message costs one latency.
+    Whatever the layout, the bytes that become ready at some moment or later are sent
+    after it, and the last message costs one latency. The bound is reached if gradients
+    could be sent byte by byte.
     """
     left = accumulate(reversed(backward.nbytes))
     pairs = zip(reversed(backward.ready_s), left, strict=True)
@@ -251,22 +280,28 @@ def lower_bound(backward: Backward, network: Network) -> float:
 
 
 def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
-    """Fill buckets in ready order by torch's rule (`fill`); return positions of each.
+    """Fill buckets in ready order by torch's rule (`fill`).
 
-    ``limits``: bytes at which the first, second, ... bucket of each kind is full; the
-    last one repeats.
+    Args:
+        backward: The gradients.
+        limits: The bytes at which the first, the second ... bucket of each kind is
+            full; the last one holds for all further buckets.
+
+    Returns:
+        The positions of each bucket's gradients.
     """
     gradients = enumerate(backward.nbytes)
     return fill(((k, backward.kind(k), n) for k, n in gradients), limits)
 
 
 def best_groups(backward: Backward, network: Network) -> list[list[int]]:
-    """Return the layout with the least exposed time, as positions per bucket.
+    """Return the layout with the least exposed time, as the positions of each bucket.
 
-    Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
-    parameters. For several kinds an approximation: the better of two layouts that
-    ignore kinds, each bucket of which is then split by kind. The first is the best if
-    a bucket costs one latency, the second if it costs one latency per kind.
+    Of equal layouts it is one with the fewest buckets. For one kind of parameters it is
+    exact, up to 1e-9 of a step. For several kinds it is an approximation: the better of
+    two layouts that ignore kinds, whose buckets are then split by kind. The first of
+    the two is the best if a bucket costs one latency, the second if it costs one
+    latency for each kind.
     """
     candidates, num_kinds = [], max(1, len(set(backward.kinds)))
     for messages in {1, num_kinds}:  # that one bucket becomes, at least and at most
@@ -291,8 +326,8 @@ def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
 def _best_mixed(backward: Backward, network: Network) -> list[list[int]]:
     """Split all positions, in ready order, into the buckets that are done earliest.
 
-    Ignores kinds; [] for no gradient. Bisects, to a relative 1e-9, the time at which
-    the last bucket is done; see `_cuts_in_time`.
+    This ignores kinds. It bisects the time at which the last bucket is done, because
+    whether a layout is done by a given time is easily said (`_cuts_in_time`).
     """
     count, sums = len(backward.ready_s), [0, *accumulate(backward.nbytes)]
     if count == 0:
@@ -315,9 +350,10 @@ def _cuts_in_time(
 ) -> list[int] | None:
     """Return cuts into buckets that are all done by ``done_s``; None if there are none.
 
-    Cuts are positions, ascending, from 0 to the number of gradients; ``sums``: bytes
-    before each cut. Chooses the last bucket first, each as large as the time allows:
-    a gradient that is sent late, but in time, leaves more time to earlier buckets.
+    Cuts are positions, ascending, from 0 to the number of gradients, and ``sums`` has
+    the bytes before each position. The last bucket is chosen first, and each is made as
+    large as the time allows: a gradient that is sent late, but in time, leaves more
+    time to earlier buckets.
     """
     cuts = [len(backward.ready_s)]
     while cuts[-1] > 0:

@@ -1,23 +1,30 @@
-"""Define every exception that minidp raises while it runs, and build error texts.
+"""Every exception that minidp raises while it runs, and the texts of errors.
 
-Bad arguments raise ``TypeError`` or ``ValueError`` (or what torch raises for them);
-everything that goes wrong later is a `MiniDPError`, which is a ``RuntimeError`` because
+Bad arguments raise ``TypeError`` or ``ValueError`` (or what torch raises for them).
+Everything that goes wrong later is a `MiniDPError`, which is a ``RuntimeError`` because
 that is what torch's DDP raises in the same places.
+
+Logs of many ranks are often merged, and whoever reads an error has not read this code.
+So each text is built by `explain`, and says which rank speaks, what was expected, what
+was found, which parameters are concerned, and what to do next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MAX_NAMES = 10  # of parameters, where a message may grow without limit
+MAX_NAMES = 10  # how many parameters a message names, where it might name thousands
 
 
 class MiniDPError(RuntimeError):
-    """Base class of all errors that minidp raises while it runs."""
+    """The base class of all errors that minidp raises while it runs."""
 
 
 class ReplicaMismatchError(MiniDPError):
-    """The replicas differ: at construction, or later (``check_replicas_every``)."""
+    """The replicas differ.
+
+    They are compared at construction, and later as ``check_replicas_every`` says.
+    """
 
 
 class UnfinishedReductionError(MiniDPError):
@@ -29,27 +36,27 @@ class MarkedTwiceError(MiniDPError):
 
 
 class GraphChangedError(MiniDPError):
-    """``static_graph=True`` was promised, but the graph is not the first one."""
+    """A backward differs from the first one, although the graph should be static."""
 
 
 class GradientError(MiniDPError):
-    """A gradient does not fit its slot (dtype, shape ...), or cannot be averaged."""
+    """A gradient does not fit its slot (by dtype or shape), or cannot be averaged."""
 
 
 class NonFiniteGradientError(GradientError):
-    """A gradient holds NaN or infinity (``check_finite_grads=True``)."""
+    """A gradient holds NaN or infinity, which ``check_finite_grads=True`` forbids."""
 
 
 class ItemCountError(MiniDPError):
-    """Ranks' item counts give no mean (``average_over="items"``)."""
+    """The ranks' counts of items give no mean (``average_over="items"``)."""
 
 
 class UnsyncedGradientsError(MiniDPError):
-    """Gradients that differ between ranks are about to be applied, or were, by hand."""
+    """Gradients that differ between ranks are about to be applied, or were applied."""
 
 
 class DoubleStepError(MiniDPError):
-    """An optimizer that steps in the backward is told to step once more."""
+    """An optimizer that already steps in the backward was told to step once more."""
 
 
 class CollectiveError(MiniDPError):
@@ -61,19 +68,23 @@ class CommHookError(MiniDPError):
 
 
 class ReducerFailedError(MiniDPError):
-    """An earlier backward failed and `DataParallel.reset` has not been called."""
+    """An earlier backward failed, and `DataParallel.reset` was not called since."""
 
 
 class UnavailableError(MiniDPError, AttributeError):
-    """An attribute has no value now, or never, and this says why; hasattr() is False.
+    """An attribute has no value, or not yet; the text says why.
 
-    Tools look at all attributes (``torch.jit.trace``, debuggers): they expect an
-    AttributeError of those without a value, and would stop at any other error.
+    It is an AttributeError, too, so that ``hasattr`` is false. Tools that look at all
+    attributes (``torch.jit.trace``, debuggers) expect one, and would stop at any other
+    error.
     """
 
 
 class NativeError(MiniDPError):
-    """The native kernels, or shared memory, are required, but not available here."""
+    """The extension, or shared memory, is required but not available here.
+
+    ``MINIDP_NATIVE=1`` and ``MINIDP_SHARED_MEMORY=1`` require them.
+    """
 
 
 class InternalError(AssertionError):
@@ -81,7 +92,7 @@ class InternalError(AssertionError):
 
 
 def lost_hooks(rank: int, names: Sequence[str]) -> str:
-    """Return the error text for parameters whose grad hooks do not run any more."""
+    """Explain that grad hooks do not run any more, because a module was cast."""
     return explain(
         rank,
         "Parameters lost their grad hooks, so their gradients cannot be averaged.",
@@ -92,7 +103,7 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
 
 
 def views_of_both(rank: int, names: Sequence[str]) -> str:
-    """Return the error text for views of parameters that two wrappers average."""
+    """Explain that a bucket of one wrapper is the ``.grad`` of another one."""
     return explain(
         rank,
         "Two wrappers averaged the same parameters in one backward, and at least one "
@@ -105,7 +116,7 @@ def views_of_both(rank: int, names: Sequence[str]) -> str:
 
 
 def unreached(rank: int, name: str) -> str:
-    """Return the error text for a gradient of a bucket that no rank reduces."""
+    """Explain that a gradient came for a bucket that no rank reduces."""
     return explain(
         rank,
         "A gradient arrived, but no rank's forward reached its parameter: its bucket "
@@ -117,7 +128,7 @@ def unreached(rank: int, name: str) -> str:
 
 
 def frozen_here(rank: int, names: Sequence[str]) -> str:
-    """Return the error text for parameters frozen on this rank but not on others."""
+    """Explain that parameters are frozen on this rank, but not on others."""
     return explain(
         rank,
         "Parameters are frozen on this rank, but other ranks have gradients of them.",
@@ -130,9 +141,14 @@ def frozen_here(rank: int, names: Sequence[str]) -> str:
 def misfit(
     rank: int, name: str, expected: str, found: str, remedy: str = ""
 ) -> GradientError:
-    """Return the error for a gradient of ``name`` that does not fit its bucket.
+    """Return the error for a gradient that does not fit its bucket.
 
-    ``remedy`` replaces the usual one: not to change parameters after wrapping.
+    Args:
+        rank: The rank on which it happened.
+        name: The parameter's name.
+        expected: What the bucket has room for.
+        found: What came.
+        remedy: Replaces the usual one, not to change parameters after wrapping.
     """
     usual = (
         "do not change dtype, shape or layout of a parameter or of its .grad after "
@@ -158,9 +174,10 @@ def explain(
     found: str = "",
     remedy: str = "",
 ) -> str:
-    """Return "[rank r] what Expected: ... Found: ... Parameters: ... What to do: ...".
+    """Build the text of an error; parts that are empty are left out.
 
-    Empty parts are left out. ``what`` is a sentence; a full stop follows other parts.
+    The result is "[rank r] WHAT Expected: ... Found: ... Parameters: ... What to do:
+    ...". ``what`` is a whole sentence; the other parts get their full stop here.
     """
     parts = {"Expected": expected, "Found": found, "Parameters": ", ".join(names)}
     parts["What to do"] = remedy
@@ -169,5 +186,5 @@ def explain(
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return "1, 3": numbers of ranks for a text."""
+    """Return the numbers of ranks as they stand in a text: "1, 3"."""
     return ", ".join(map(str, sorted(ranks)))

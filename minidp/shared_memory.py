@@ -1,11 +1,12 @@
-"""Reduce buckets in memory that all ranks of one host map: no message travels.
+"""Reduce buckets in memory that all ranks of one host map, so that no message travels.
 
-Each rank's buckets lie in an anonymous file of its own, which every rank maps. A rank
-posts (marks) a full bucket; any rank that waits sums pieces of it over all ranks, and
-writes the sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
+Gloo copies each bucket through sockets, even between processes of one host. Here the
+buckets of each rank lie in an anonymous file of its own, which every rank maps. A rank
+posts (marks) a bucket that is full. Ranks that wait sum pieces of it over all ranks,
+and write the sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
 
-The ranks find out together whether they can (`share`): a rank opens the others' files
-under ``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
+The ranks find out together whether they can do that (`share`): each opens the files of
+the others under ``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ OBSTACLES = (
 
 
 def sharing_mode() -> str:
-    """Return MINIDP_SHARED_MEMORY ("auto" if unset); ValueError unless auto, 0 or 1."""
+    """Return the value of MINIDP_SHARED_MEMORY, or "auto" if it is not set.
+
+    Raises:
+        ValueError: The value is none of `MODES`.
+    """
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise ValueError(
@@ -58,23 +63,24 @@ def sharing_mode() -> str:
 
 
 class ProcessEnds:
-    """Watch processes of this host, one per rank; tell which ended; starts empty."""
+    """Processes of this host, one for each rank, of which it tells who has ended."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by descriptor
         self._poll = select.poll()
 
     def add(self, rank: int, process: int) -> None:
-        """Watch ``rank``'s process, by its id; OSError if it ended or cannot be seen.
+        """Watch the process of a rank, as long as this object lives.
 
-        Holds a descriptor of it, open as long as this object lives.
+        Raises:
+            OSError: The process has ended, or cannot be seen from here.
         """
         descriptor = os.pidfd_open(process)  # readable when the process ends
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
 
     def ranks(self) -> set[int]:
-        """Return the ranks whose watched processes have ended; do not wait."""
+        """Return the ranks whose processes have ended."""
         return {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)}
 
     def __del__(self) -> None:
@@ -84,11 +90,15 @@ class ProcessEnds:
 
 
 class SharedBuffer:
-    """Hold the buffer of one bucket in shared memory, and sum it over the ranks.
+    """The buffer of one bucket in shared memory, and the sum of it over the ranks.
 
-    Made by `share`; starts no sum. ``memory``: the extension's ``SharedMemory``,
-    connected to all ranks; ``k``: number of the bucket in it; ``group``: of these
-    ranks; ``ends``: watches the other processes.
+    `share` makes it.
+
+    Args:
+        memory: The extension's ``SharedMemory``, connected to all ranks.
+        k: The number of the bucket in it.
+        group: The process group of these ranks.
+        ends: Watches the processes of the other ranks.
     """
 
     def __init__(
@@ -103,9 +113,13 @@ class SharedBuffer:
     def all_reduce(self) -> SharedWork:
         """Let all ranks sum `values`, in place, from now on; return the work.
 
-        Does not wait. No thread sums: once all ranks have called this, they sum inside
-        waits for and questions to their works. RuntimeError if `values` was moved to
-        other memory (``share_memory_()``), or in a forked child.
+        All ranks must call it. It does not wait, and no thread sums: once all ranks
+        have called it, they sum whenever they wait for their works, or ask them whether
+        they are done.
+
+        Raises:
+            RuntimeError: `values` was moved to other memory (``share_memory_()``), or
+                this is a forked child.
         """
         if self.values.data_ptr() != self._address:
             raise RuntimeError(
@@ -116,11 +130,13 @@ class SharedBuffer:
         return SharedWork(self, profiled)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
+        """Help to sum, and wait at most so long; return whether the sum is complete.
 
-        With 0 seconds only sum what can be now. Else what this call sums goes to
-        `into`, if set, in place of this rank's `values`; and RuntimeError if the
-        process of a rank that is waited for has ended.
+        With 0 seconds it only sums what can be summed now. Otherwise what this call
+        sums goes to `into`, if that is set, in place of this rank's `values`.
+
+        Raises:
+            RuntimeError: The process of a rank has ended for which this one waits.
         """
         memory, k = self._memory, self._k
         if not seconds:
@@ -139,16 +155,16 @@ class SharedBuffer:
 
     @property
     def timeout(self) -> float:
-        """The process group's timeout in seconds, for waits without another limit."""
+        """The timeout of the process group in seconds, which ends any wait."""
         return group_timeout(self._group).total_seconds()
 
 
 class SharedWork:
-    """The work that `SharedBuffer.all_reduce` returns; each wait or question sums, too.
+    """The work of a sum in shared memory, which sums whenever one waits for it or asks.
 
-    No thread of this rank sums besides; other ranks sum for it, too, while they wait.
+    No thread of this rank sums besides, but other ranks sum for it while they wait.
     ``profiled`` is the range that a running profiler shows for it, as it shows one for
-    a message of Gloo: it ends when the bucket is found to be reduced.
+    a message of Gloo. It ends when the bucket is found to be reduced.
     """
 
     can_time_out = True
@@ -161,14 +177,15 @@ class SharedWork:
         self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
-        """Sum what can be now; return whether all is. Does not look for ended ranks."""
+        """Sum what can be summed now, and return whether everything is."""
         return self.is_done_within(0.0)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Help to sum, wait up to ``seconds``; return whether the bucket is reduced.
+        """Help to sum, and wait at most so long; return whether the bucket is reduced.
 
-        If it is, completes the future. With more than 0 seconds RuntimeError if the
-        process of a missing rank ended.
+        Raises:
+            RuntimeError: The process of a missing rank has ended, and ``seconds`` is
+                not 0.
         """
         if not self._is_done and self._buffer.is_done_within(seconds):
             self._is_done = True
@@ -180,9 +197,11 @@ class SharedWork:
         return self._is_done
 
     def wait(self) -> None:
-        """Wait until the bucket is reduced; TimeoutError after the group's timeout.
+        """Wait until the bucket is reduced.
 
-        RuntimeError if the process of a missing rank ended.
+        Raises:
+            TimeoutError: The timeout of the process group is over.
+            RuntimeError: The process of a missing rank has ended.
         """
         if self._is_done:
             return
@@ -193,7 +212,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of None; only this object's other methods complete it."""
+        """Return a future of None, which only the other methods here complete."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:
@@ -206,12 +225,20 @@ def share(
     communicator: Communicator,
     device: torch.device,
 ) -> list[SharedBuffer] | str:
-    """Create shared buffers of ``shapes``; return them, or the reason if a rank cannot.
+    """Create a shared buffer for each shape; if a rank cannot, return the reason.
 
-    A collective that waits, with equal ``shapes`` (elements, dtype) on all ranks, if
-    the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is
-    the CPU; else the reason comes at once.
-    If MINIDP_SHARED_MEMORY=1 on this rank, NativeError for any reason but "one rank".
+    All ranks of the group must call it together, and wait for each other. Only where
+    the group is of one rank or not plain Gloo, or the gradients are not on the CPU, the
+    reason comes at once.
+
+    Args:
+        shapes: The number of elements and the dtype of each buffer, alike on all ranks.
+        communicator: The communicator of these ranks.
+        device: The device of the gradients.
+
+    Raises:
+        NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and there are several ranks
+            that cannot share memory.
     """
     group = communicator.group
     if group.size() == 1:
@@ -246,7 +273,7 @@ def share(
 
 
 def _refuse(reason: str, communicator: Communicator) -> str:
-    """Return ``reason``; if MINIDP_SHARED_MEMORY=1, raise a NativeError with it."""
+    """Return the reason, or raise it as a NativeError if MINIDP_SHARED_MEMORY=1."""
     if sharing_mode() != "1":
         return reason
     raise NativeError(
@@ -263,9 +290,10 @@ def _refuse(reason: str, communicator: Communicator) -> str:
 def _own_memory(
     shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
 ) -> tuple[Any | None, int]:
-    """Create this rank's memory for buffers of ``shapes``; not connected to others.
+    """Create the memory of this rank, not connected to that of others yet.
 
-    Return it and READY, or None and the obstacle's number.
+    Returns:
+        The memory and READY, or None and the number of the obstacle.
     """
     if sharing_mode() == "0":
         return None, SWITCHED_OFF
@@ -284,10 +312,16 @@ def _own_memory(
 def _connect(
     memory: Any, facts: Sequence[Sequence[int]], rank: int, ends: ProcessEnds
 ) -> int:
-    """Map other ranks' memory into ``memory``, and add their processes to ``ends``.
+    """Map the memory of the other ranks, and watch their processes.
 
-    Return READY, or OTHER_BUILD or NOT_REACHABLE; then some may be mapped already.
-    ``facts``: of each rank READY, process id, file descriptor, token, build.
+    Args:
+        memory: The memory of this rank.
+        facts: For each rank READY, process id, file descriptor, token and build.
+        rank: This rank.
+        ends: Gets the processes to watch.
+
+    Returns:
+        READY, OTHER_BUILD or NOT_REACHABLE. In the last case some may be mapped.
     """
     if any(found[4] != facts[rank][4] for found in facts):
         return OTHER_BUILD
@@ -306,6 +340,6 @@ def _connect(
 
 
 def _build_number() -> int:
-    """Return a number that differs between builds of the extension; 0 without one."""
+    """Return a number that differs between builds of the extension, 0 without one."""
     key = native.status().key
     return int(key[:15] or "0", 16)

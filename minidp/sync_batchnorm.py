@@ -1,5 +1,10 @@
 """`SyncBatchNorm`: batch norm over the batches of all ranks, on the CPU too.
 
+A batch norm that sees only the batch of its own rank estimates mean and variance from
+few samples, and each rank normalises differently. This layer merges the statistics of
+all ranks, so that the result is that of one large batch. Torch has such a layer for
+accelerators only.
+
 A training step on two ranks costs one all-gather and one all-reduce::
 
     forward                                    backward
@@ -10,9 +15,11 @@ A training step on two ranks costs one all-gather and one all-reduce::
             y = (x - mean) / std    v          dx (formula of    v
             the same mean, std everywhere      all ranks' sums)
 
-M2 is the sum of squared distances from the mean; the sum of squares would cancel where
-the mean is large. Gradients of weight and bias stay sums over the local batch:
-`DataParallel` averages them.
+M2 is the sum of squared distances from the mean. It is merged by the formula of Chan,
+Golub and LeVeque ("Algorithms for Computing the Sample Variance", 1983), because the
+difference of two sums, E[x^2] - E[x]^2, loses all digits where the mean is large. The
+gradients of weight and bias stay sums over the local batch: `DataParallel` averages
+them like those of any other parameter.
 """
 
 from __future__ import annotations
@@ -44,21 +51,34 @@ NO_BACKWARD, PARAMETERS_ONLY, INPUTS_TOO = range(3)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's ``nn.SyncBatchNorm``, which also works on CPU tensors.
+    """Torch's ``nn.SyncBatchNorm``, which also works on CPU tensors.
 
-    In training mode every forward is a collective of the layer's process group, also
-    under ``torch.no_grad()`` and ``no_sync()``; so is the backward if any rank's input
-    requires a gradient. Batches may differ in size between ranks, or be empty. Double
-    backward works on CPU. On an accelerator it is torch's layer.
+    In training mode all ranks of the layer's process group must run each forward
+    together, also under ``torch.no_grad()`` and ``no_sync()``, because it communicates.
+    The same holds for the backward if the input of any rank requires a gradient. The
+    ranks' batches may differ in size, and may be empty. A double backward works on the
+    CPU. On an accelerator this is torch's own layer, which has not been tried.
     """
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input`` normalised; a collective in training mode. Never compiled.
+        """Normalise the input by the statistics of all ranks; update the running ones.
 
-        Then updates running statistics. Raises TypeError if this process is not in the
-        group; ValueError for one value per channel on all ranks together, or an input
-        without channels; CollectiveError if other ranks do not take part in time.
+        ``torch.compile`` leaves this method out, because it communicates.
+
+        Args:
+            input: A floating-point tensor of shape (samples, channels, ...).
+
+        Returns:
+            A tensor of the shape and dtype of the input.
+
+        Raises:
+            TypeError: This process is not a member of the process group.
+            ValueError: All ranks together have one value per channel, which has no
+                variance; or the input has no channels.
+            NotImplementedError: The input is not of floating-point numbers.
+            RuntimeError: The input has another number of channels than this layer.
+            CollectiveError: Other ranks do not take part in time.
         """
         if not (input.is_cpu and self.training):
             return super().forward(input)
@@ -91,7 +111,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return _apply(_Normalize, input, self.weight, self.bias, batch, self.eps)
 
     def _check_against_parameters(self, input: torch.Tensor) -> None:
-        """Raise NotImplementedError for integers, RuntimeError for other channels."""
         if not input.is_floating_point():
             raise NotImplementedError(
                 f"SyncBatchNorm needs floating-point inputs, but got {input.dtype}."
@@ -105,7 +124,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Count ``batch``; unless empty, update running mean and variance, if any."""
+        """Count the batch, and let it move the running mean and variance."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -133,9 +152,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Replace every ``nn.BatchNorm*`` and ``nn.SyncBatchNorm`` by this class.
 
         The new layers share parameters, module buffers, flags and hooks with the old.
-        Without a process group keep that of a ``nn.SyncBatchNorm``. Return the module,
-        changed in place, or the new layer if the module is a batch norm layer itself.
-        Raise RuntimeError, before any change, if a lazy batch norm has no parameters.
+
+        Args:
+            module: The module, whose layers are replaced in place.
+            process_group: The ranks whose batches are normalised together. With None, a
+                ``nn.SyncBatchNorm`` keeps its group, and other layers get the default.
+
+        Returns:
+            The module, or the new layer if the module is a batch norm layer itself.
+
+        Raises:
+            RuntimeError: A lazy batch norm has no parameters yet. Nothing is replaced.
         """
         lazy = [
             f"{name or 'module'} ({type(layer).__name__})"
@@ -165,7 +192,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError if a layer is torch's SyncBatchNorm and ``device`` a CPU."""
+    """Raise ValueError if the device is a CPU and a layer is torch's SyncBatchNorm."""
     names = [
         name or "module"
         for name, layer in module.named_modules()
@@ -181,21 +208,27 @@ def refuse_torchs(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold statistics over all ranks' batches, and which ranks run a backward."""
+    """The statistics of all ranks' batches, and which ranks will run a backward."""
 
-    mean: torch.Tensor  # 1D float64, one element per channel
-    var: torch.Tensor  # 1D float64, biased
-    count: int  # values per channel
-    wants: tuple[int, ...]  # by rank: how far it takes part in the backward
-    group: ProcessGroup
+    mean: torch.Tensor  # float64, shape (channels,)
+    var: torch.Tensor  # float64, shape (channels,): biased, so divided by `count`
+    count: int  # values per channel on all ranks together
+    wants: tuple[int, ...]  # for each rank: how far it takes part in the backward
+    group: ProcessGroup  # the group on which the backward communicates
 
 
 @torch.no_grad()
 def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
-    """Collective: return the `Batch` (mean, variance, ...) of all ranks, equal on each.
+    """Return the `Batch` of all ranks, which is equal on each of them.
 
-    Channels are dimension 1 of ``x``; ``wants`` is how far this rank takes part in the
-    backward. Waits on a side group of ``group``, which the backward uses, too.
+    All ranks of the group must call it together. It communicates on a side group, as
+    the backward does later: buckets are on their way on the group itself meanwhile, and
+    a collective between them would come in another order on each rank.
+
+    Args:
+        x: This rank's input; dimension 1 counts the channels.
+        wants: How far this rank takes part in the backward.
+        group: The group whose ranks are normalised together.
     """
     num_channels = x.size(1)
     count = x.numel() // num_channels
@@ -228,7 +261,7 @@ class _Normalize(torch.autograd.Function):
         batch: Batch,
         eps: float,
     ) -> torch.Tensor:
-        """Return ``x`` normalised by ``batch``, in its own dtype. No collective."""
+        """Return ``x`` normalised by ``batch``, in the dtype of ``x``."""
         mean = batch.mean.to(_wide(x))
         invstd = (batch.var + eps).rsqrt().to(_wide(x))
         ctx.save_for_backward(x, weight, mean, invstd)
@@ -242,9 +275,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """Return gradients of x, weight, bias; a collective if any rank's x needs one.
+        """Return the gradients of x, weight and bias.
 
-        CollectiveError on all ranks if one of them will not take part.
+        If x needs a gradient on any rank, all ranks must call this together.
+
+        Raises:
+            CollectiveError: A rank will not take part. All ranks raise it.
         """
         x, weight, mean, invstd = ctx.saved_tensors
         batch: Batch = ctx.batch
@@ -276,7 +312,11 @@ class _Normalize(torch.autograd.Function):
 def _moments_of_inputs(
     x: torch.Tensor, batch: Batch, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: return mean, 1 / std per channel, differentiable by all ranks' x."""
+    """Return mean and 1 / std per channel, as differentiable functions of all ranks' x.
+
+    All ranks must call it together. A double backward needs it, because there the
+    numbers that the forward has sent carry no graph.
+    """
     x = x.to(_wide(x))
     count = max(batch.count, 1)
     mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
@@ -286,9 +326,11 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """Raise CollectiveError on all ranks if one will not run this backward, too.
+    """Raise a CollectiveError on all ranks if one of them will not run this backward.
 
-    ``with_graph`` (create_graph=True): also if one's input requires no gradient.
+    All of them know it without a message: the forward has sent it. ``with_graph``
+    (``create_graph=True``) needs, in addition, that each rank's input requires a
+    gradient.
     """
     least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
     if with_graph:
@@ -307,11 +349,11 @@ def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks; the backward sums gradients, as all ranks use the result."""
+    """Sum over all ranks. All use the result, so that gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """Collective: return the sum of ``values`` over all ranks."""
+        """Return the sum of ``values`` over all ranks, which must call it together."""
         ctx.group = group
         total = values.clone()
         with _watch(group, "backward"):
@@ -320,7 +362,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Collective: return the sum of ``grad`` over all ranks."""
+        """Return the sum of ``grad`` over all ranks, which must call it together."""
         return _apply(_SumOverRanks, grad, ctx.group), None
 
 
@@ -330,12 +372,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
-    """Return a context that limits waits inside; its errors name the pass ``which``."""
+    """Return a context that limits waits; its errors say which pass has waited."""
     return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype to calculate in: float64 for float64, else float32."""
+    """Return the dtype in which to calculate: never one of 16 bits."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -344,5 +386,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _along(x: torch.Tensor, per_channel: torch.Tensor) -> torch.Tensor:
-    """Return one value per channel, reshaped so that it broadcasts over ``x``."""
+    """Reshape one value per channel so that it broadcasts over ``x``."""
     return per_channel.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,16 +1,20 @@
-"""Name the events of a step; record those of its backward; label them for a profiler.
+"""The events of a step, a `Recorder` of them, and labels for torch.profiler.
 
-Who wants to know them is an `Observer` of the core. A `Recorder` gets all events of
-gradients and buckets: each gradient then takes the slower of the two hook paths, and
-each event costs one clock read. The `Stopwatch` of `overlap/` gets no gradients, and
-times grad hooks separately, which is cheaper::
+To know when things happen, one has to be told by the code that does them. This file has
+the names of these events, so that who tells and who listens need not know each other.
+Whoever wants to be told is an `Observer` of the core. A bucket goes through these::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
-        |                |          |          |          '- reduced values are in .grad
+        |                |          |          |          '- the averages are in .grad
         |                |          |          '- the collective is complete
         |                |          '- the all-reduce is about to be enqueued
-        |                '- no slot is pending
-        '- the first slot is ready (only while there is a recorder)
+        |                '- its last gradient is here
+        '- its first gradient is here (only told while there is a recorder)
+
+A `Recorder` is told of every gradient, too. Then each gradient takes the slower of the
+two paths of the grad hooks, and each event costs one read of the clock. Recordings of
+training (`minidp.record`) are made by the stopwatch of `overlap/`, which is not told of
+gradients, and so is cheaper.
 """
 
 from __future__ import annotations
@@ -27,10 +31,10 @@ from torch.profiler import record_function
 
 
 class Moment(Enum):
-    """Name an event of one parameter's gradient or of one bucket."""
+    """An event of one parameter's gradient, or of one bucket."""
 
-    PARAM_READY = "param ready"  # index = parameter index
-    FIRST_GRADIENT = "first gradient"  # index = bucket index, from here on
+    PARAM_READY = "param ready"  # its index is that of the parameter
+    FIRST_GRADIENT = "first gradient"  # from here on it is the number of the bucket
     FULL = "full"
     LAUNCHED = "launched"
     DONE = "done"
@@ -38,7 +42,7 @@ class Moment(Enum):
 
 
 class StepEvent(Enum):
-    """Name an event of a step that belongs to no bucket."""
+    """An event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
     MODULE_BEGIN = "collectives before the module's forward are done"
@@ -56,16 +60,23 @@ class StepEvent(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """Hold a recorded event; ``time_ns`` is by the recorder's clock."""
+    """What a `Recorder` was told, and when."""
 
     moment: Moment
-    index: int  # parameter index for PARAM_READY, else bucket index
-    backward: int  # number of the synchronised backward, from 0
-    time_ns: int
+    index: int  # of the parameter for PARAM_READY, else of the bucket
+    backward: int  # the number of the synchronised backward, from 0
+    time_ns: int  # by the recorder's clock
 
 
 class Recorder:
-    """Keep the last ``capacity`` events; ``clock`` returns nanoseconds. Thread-safe."""
+    """Keep the newest events of the backwards to which it is attached.
+
+    Several threads may record at once.
+
+    Args:
+        capacity: How many events to keep; older ones are dropped.
+        clock: Returns the present time in nanoseconds.
+    """
 
     def __init__(
         self, capacity: int = 65536, clock: Callable[[], int] = time.perf_counter_ns
@@ -74,11 +85,11 @@ class Recorder:
         self._clock = clock
 
     def record(self, moment: Moment, index: int, backward: int) -> None:
-        """Append an event with the present time; drop the oldest if full."""
+        """Note an event, at the present time."""
         self._events.append(Event(moment, index, backward, self._clock()))
 
     def events(self) -> tuple[Event, ...]:
-        """Return the kept events, oldest first."""
+        """Return the events that were kept, the oldest first."""
         return tuple(self._events)
 
     def clear(self) -> None:
@@ -93,20 +104,20 @@ class Recorder:
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-# Whether torch.profiler runs; a C function.
+# Says whether torch.profiler runs. It is a C function, and so costs next to nothing.
 is_profiling: Callable[[], bool]
 is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int) -> AbstractContextManager[object]:
-    """Label the block "minidp::doing bucket=3" for torch.profiler; else do nothing."""
+    """Label the block "minidp::DOING bucket=3" while torch.profiler runs."""
     if not is_profiling():
         return _NOTHING
     return record_function(f"minidp::{doing} bucket={bucket}")
 
 
 def label_forward() -> AbstractContextManager[object]:
-    """Label the block as torch's DDP labels a forward; nothing without a profiler.
+    """Label the block as torch's DDP labels a forward, while torch.profiler runs.
 
     Tools that read traces, such as TensorBoard's, find a distributed run by this name.
     """

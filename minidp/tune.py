@@ -46,8 +46,9 @@ from .run import (
 )
 from .swapping import swapped
 
+# What the script passes of these would keep a model from searching.
 OVERRIDES = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
-NEEDED = STEPS * NUM_TRIALS + 2  # steps: the forward of the last one decides
+NEEDED = STEPS * NUM_TRIALS + 2  # how many steps; the forward of the last one decides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,9 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script, here or on ``-n`` new ranks, and return the exit status.
 
-    It is 0 if all layouts are written, 2 if the script cannot be run, or not in a copy
-    of the working directory, that of the script if that fails, and 1 if rank 0 lacks a
-    layout or a model.
+    The status is
+
+    * 0 if the layout of each model was written;
+    * 1 if rank 0 lacks a layout, or the script wrapped no model;
+    * 2 if the script cannot be run at all, or not in a copy of the working directory;
+    * that of the script if the script fails.
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     arguments.out = arguments.out.absolute()
@@ -101,7 +105,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run(script: Script, arguments: argparse.Namespace, here: Path) -> int:
-    """Run the script in the working directory; return as `main`."""
+    """Run the script in the present directory, which may be a copy of ``here``.
+
+    The exit status is that of `main`.
+    """
     with swapped():  # finding a module imports the packages around it
         problem = why_not(script, arguments.num_ranks, out=arguments.out)
     if problem:
@@ -125,9 +132,10 @@ def _run(script: Script, arguments: argparse.Namespace, here: Path) -> int:
 
 @contextmanager
 def tuned(out: Path) -> Iterator[TunedLayouts]:
-    """Let each `DataParallel` made in the block search its best layout and write it.
+    """Let each `DataParallel` that is made in the block search its best layout.
 
-    Replaces the bucket options that the script passes. Yields the `TunedLayouts`.
+    Rank 0 writes it to the file ``out``, or to a file beside it (`config.numbered`) for
+    a second model. Options of buckets that the script passes are replaced.
     """
     layouts = TunedLayouts(out)
     changes = {OPTIONS[name].variable: text for name, text in OVERRIDES.items()}
@@ -136,16 +144,17 @@ def tuned(out: Path) -> Iterator[TunedLayouts]:
 
 
 class TunedLayouts:
-    """Count the models of one script; write the layout that each one finds."""
+    """The models of one script, and the layouts that they find."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._models: list[tuple[int, Any]] = []  # world size and ledger of steps
+        # For each model: how many ranks it has, and its ledger, which counts steps.
+        self._models: list[tuple[int, Any]] = []
         self._num_written = 0
         self._is_rank_0 = True
 
     def add(self, ddp: DataParallel) -> None:
-        """Count a new model; if it searches a layout, have rank 0 write the result."""
+        """Count a new model, and let its search tell rank 0 what it has found."""
         number, group = len(self._models), ddp.process_group
         self._is_rank_0 = group.rank() == 0
         self._models.append((group.size(), ddp._reducer.ledger))
@@ -154,15 +163,16 @@ class TunedLayouts:
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
-        """Write model ``number``'s layout to its file atomically; print ``choice``.
+        """Write the layout of model ``number`` to its file, and say what was chosen.
 
-        Its two lines are all that is said: `AutotunePolicy` logs no choice then.
+        The file appears at once, so that no reader sees half of it. `AutotunePolicy`
+        does not log the choice in this case.
         """
         path = numbered(self._out, number)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps(plain | {"tuned": str(choice)}, indent=1)
         partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)  # atomic: no reader sees half a file
+        partial.replace(path)
         self._num_written += 1
         option = OPTIONS["bucket_layout"]
         use = (
@@ -177,7 +187,7 @@ class TunedLayouts:
         say_on_stderr(f"minidp tune: {choice}.\nminidp tune: wrote {path}. {use}")
 
     def finish(self) -> int:
-        """On rank 0, print why and return 1 if a layout or model is missing; else 0."""
+        """Return the exit status, and on rank 0 say what is missing, if anything is."""
         count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class World:
-    """The real world: the system's clock and threads."""
+    """The real world: the system's clock and threads. A test derives another one."""
 
     def now(self) -> float:
         """Return seconds on a clock that never goes back."""
@@ -61,7 +61,7 @@ def thread(target: Callable[..., Any], **options: Any) -> threading.Thread:
 
 @contextmanager
 def replaced(world: World) -> Iterator[None]:
-    """Return a context in which all of this process lives in another ``world``."""
+    """Let everything in this process use another world inside the block, for tests."""
     global _world
     before, _world = _world, world
     try:

@@ -1,7 +1,13 @@
-"""Wrap c10d's collectives; the ready-made comm hooks and the doctor call c10d itself.
+"""The collectives of c10d as minidp calls them.
 
-All ranks of the group must call each function, in the same order. `all_reduce` and
-``start_...`` return before the result is there; the others wait. Ranks are group ranks.
+They differ from those of ``torch.distributed`` in three ways: they work on groups of
+which torch does not know, and on groups written in Python; they have less overhead; and
+their waits end in time, because they go through `wait_for`.
+
+All ranks of the group must call each of these functions, in the same order, because
+backends match collectives by their order. `all_reduce` and those whose names begin with
+``start_`` return before the result is there; the others wait for it. Ranks are those of
+the group. Only the ready-made comm hooks and the doctor call c10d itself.
 """
 
 from __future__ import annotations
@@ -19,15 +25,16 @@ from minidp.layout import chunks_by_bytes
 from .groups import ProcessGroup
 from .work import NoWork, PythonWork, Work, is_python_group, wait_for
 
-MESSAGE_BYTES = 250 * 2**20  # of one coalesced broadcast
-MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
+MESSAGE_BYTES = 250 * 2**20  # the size of one message of a coalesced broadcast
+MAX_IN_FLIGHT = 2  # how many such messages travel at once; more would only need memory
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
-    """Collective: start to sum ``tensor`` over all ranks, in place; do not divide.
+    """Start to sum a tensor over all ranks, in place; return the work to wait for.
 
-    Return the work to wait for. A single rank starts nothing, and its work is done, if
-    the tensor is dense and on the CPU, and the group is not written in Python.
+    All ranks of the group must call it, in the same order. Nothing is divided. A single
+    rank starts nothing where the sum is the tensor itself: if it is dense and on the
+    CPU, and the group is not written in Python.
     """
     # On CUDA an all-reduce orders streams; of a sparse tensor it merges equal indices.
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
@@ -44,7 +51,10 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
-    """Collective: start to overwrite ``tensor`` by rank ``root``'s; return the work."""
+    """Start to overwrite a tensor by that of rank ``root``; return the work.
+
+    All ranks of the group must call it, in the same order.
+    """
     # The group's own method: torch.distributed does not know side groups.
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -57,10 +67,18 @@ def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Wor
 def start_gathering(
     row: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, Work]:
-    """Collective: start to gather every rank's ``row`` (1D, equally long); do not wait.
+    """Start to gather a row from every rank.
 
-    Return (rows, work): a 2D tensor with rank r's row in row r, valid once the work has
-    been waited for. A Python group without all-gather runs an all-reduce instead.
+    All ranks of the group must call it, in the same order. A group that is written in
+    Python and has no all-gather runs an all-reduce instead.
+
+    Args:
+        row: A tensor of one dimension, equally long on all ranks.
+        group: The process group.
+
+    Returns:
+        A tensor of shape (ranks, elements), with rank r's row in row r, which is valid
+        once the work has been waited for; and that work.
     """
     rows = row.new_empty(group.size(), row.numel())
     outputs, inputs = [list(rows.unbind())], [row]
@@ -77,17 +95,18 @@ def start_gathering(
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Collective: wait for all ranks' ``row`` (1D, equally long); return them as 2D."""
+    """Gather a row from every rank, as `start_gathering` does, and wait for them."""
     rows, work = start_gathering(row, group)
     wait_for(work)
     return rows
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Collective: wait until all ranks call this; no-op if a Python group cannot.
+    """Wait until all ranks of the group have called this.
 
-    Such a group may have no barrier. Any error of one that has is raised: a rank that
-    died in it must not pass for a group without.
+    A group that is written in Python may have no barrier, and then nothing is waited
+    for. The error of a group that has one is raised, because a rank that died in it
+    must not pass for a group without a barrier.
     """
     if not is_python_group(group):
         wait_for(group.barrier())
@@ -105,9 +124,14 @@ def barrier(group: ProcessGroup) -> None:
 def gather_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Collective: wait for all ranks' ``values`` (int64, equally many); return all.
+    """Gather integers from every rank, and return those of each rank, by rank.
 
-    One list per rank, by rank. The message lies on ``device``.
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        values: Integers of 64 bits, equally many on all ranks.
+        group: The process group.
+        device: Where the message lies; the backend may allow only one kind.
     """
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     rows: list[list[int]] = gather_rows(mine, group).tolist()
@@ -117,10 +141,15 @@ def gather_integers(
 def gather_bytes(
     buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Collective: wait for all ranks' ``buffer``; return these by rank.
+    """Gather bytes from every rank, and return those of each rank, by rank.
 
-    ``lengths``, equal on all ranks: bytes of each. The message, padded to the longest,
-    lies on ``device``.
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        buffer: The bytes of this rank.
+        lengths: How many bytes each rank has; all ranks know all of these numbers.
+        group: The process group.
+        device: Where the message lies; the backend may allow only one kind.
     """
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
@@ -133,9 +162,14 @@ def gather_bytes(
 def broadcast_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Collective: wait for rank 0's ``values`` (int64), and return them on every rank.
+    """Return the integers of rank 0 on every rank.
 
-    Every rank passes equally many; other ranks' are ignored. Sent on ``device``.
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        values: Integers of 64 bits. The other ranks pass as many, which are ignored.
+        group: The process group.
+        device: Where the message lies; the backend may allow only one kind.
     """
     message = torch.tensor(values, dtype=torch.int64, device=device)
     wait_for(start_broadcast(message, group, 0))
@@ -145,12 +179,20 @@ def broadcast_integers(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
 ) -> None:
-    """Collective: overwrite ``tensors`` (any shapes, dtypes) with the root's; wait.
+    """Overwrite tensors by those of rank ``root``, and wait for it.
 
-    Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
-    most two messages are in flight. Version counters do not change, so that a graph may
-    have saved a tensor. Those on the meta device have no values, and are left out.
-    RuntimeError, before any message, for sparse and quantized tensors.
+    All ranks of the group must call it, in the same order. The tensors travel as raw
+    bytes, so that one message of about 250 MiB carries all dtypes of a device. Their
+    version counters do not change, because a graph may have saved a tensor. Tensors on
+    the meta device have no values, and are left out.
+
+    Args:
+        tensors: Dense tensors of any shapes and dtypes, alike on all ranks.
+        group: The process group.
+        root: The rank that has the values.
+
+    Raises:
+        RuntimeError: A tensor is sparse or quantized. Nothing has been sent then.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -183,7 +225,7 @@ def broadcast_coalesced(
 
 
 def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> None:
-    """Wait for ``message``'s broadcast, ``work``; copy its bytes into ``tensors``."""
+    """Wait for a message, and copy its bytes into the tensors."""
     wait_for(work)
     pieces = message.split([t.nbytes for t in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
@@ -191,7 +233,7 @@ def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> N
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, in row-major order, as 1-D uint8: if possible a view."""
+    """Return the bytes of a tensor in row-major order: if possible as a view."""
     # as_strided: a contiguous tensor of one element may have any stride.
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,8 +1,12 @@
-"""Give collectives of one process group a time limit, and explain their failures.
+"""Give the collectives of a process group a time limit, and explain their failures.
 
-A `Communicator` waits in slices of 0.5 s; after each it asks its `PeerMonitor` whether
-a rank will never take part. At the limit, or when the backend gives up, the error names
-missing ranks. A failure leaves the group unusable: it is remembered until `reset`.
+A backend lets a rank wait for 10 or 30 minutes, and then its error does not say for
+whom. A `Communicator` waits in slices of half a second. After each slice it asks its
+`PeerMonitor` whether some rank will never take part. At the limit, or when the backend
+gives up, the error names the missing ranks.
+
+A failure leaves the group unusable, because other ranks may still be inside the
+collective that failed here. It is remembered until `reset`.
 """
 
 from __future__ import annotations
@@ -34,9 +38,9 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 
 
 class Question(Protocol):
-    """Describe the question which ranks do not come to a meeting of all ranks.
+    """The question which ranks will not come to a meeting of all ranks.
 
-    The watchdog's thread fills the sets from what the ranks publish.
+    The thread of the watchdog fills the sets, from what the ranks publish.
     """
 
     stepped: set[int]  # ranks that have made the coming optimizer step already
@@ -48,10 +52,10 @@ class Question(Protocol):
 
 
 class Answerer(Protocol):
-    """Describe who can answer another rank's question while this rank waits for it."""
+    """Who can answer a question of another rank while this rank waits for that one."""
 
     def answer(self) -> None:
-        """Look for a question in the store, and post an answer; wait for nobody."""
+        """Look for a question in the store, and post an answer, without waiting."""
 
 
 # A rank that has a question makes the others wait for it in the next collective. Each
@@ -60,73 +64,84 @@ answerers: WeakSet[Answerer] = WeakSet()
 
 
 class PeerReport(NamedTuple):
-    """Hold what `PeerMonitor.report` returns: who is missing, and if they may come."""
+    """Who is missing from a collective, and whether they may still come."""
 
-    text: str = ""  # sentences that name the missing ranks, for an error or warning
-    may_still_come: bool = False  # no rank is gone, and some are busy or just here
+    text: str = ""  # sentences that name the missing ranks, for an error or a warning
+    may_still_come: bool = False  # nobody is gone, and some are busy or have just come
 
 
 class PeerMonitor:
-    """Tell a `Communicator` about other ranks; this base class knows nothing of them.
+    """What a `Communicator` knows about the other ranks: here, nothing.
 
-    Serves without a limit, with one rank or without a store; else the watchdog puts a
-    `minidp.hang` heartbeat in its place, which overrides all methods.
+    This base class serves where there is no limit, one rank, or no store. Otherwise the
+    watchdog puts a heartbeat of `minidp.hang` in its place, which overrides all
+    methods.
     """
 
     def find_lost(self, started: int) -> str:
-        """Return why collective number ``started`` cannot finish; "" if not known.
+        """Say why collective number ``started`` cannot finish, or "" if it may.
 
-        Waits for no rank. Here always "".
+        It does not wait for any rank.
         """
         return ""
 
     def report(self, started: int) -> PeerReport:
         """Ask which ranks have not started collective number ``started``.
 
-        May wait seconds for answers. Here return an empty `PeerReport` at once.
+        The answers may take seconds.
         """
         return PeerReport()
 
     def give_up(self, why: str) -> None:
-        """Make other ranks' waits for this rank fail, because of ``why``; here no-op.
+        """Let the other ranks' waits for this rank fail, because of ``why``.
 
-        Only queues an alarm: this rank joins no further collective. Does not wait.
+        This rank must join no further collective. The alarm is only queued here.
         """
 
     def ask_who_passed(
         self, step: int, steps: int, *, may_answer: bool
     ) -> Question | None:
-        """Ask which rank cannot come to a meeting any more; here None: cannot ask.
+        """Ask which ranks cannot come to a meeting any more; None if one cannot ask.
 
-        Else return a question at once; no collective. The meeting is after backward
-        number ``step`` and ``steps`` optimizer steps. ``may_answer``: ranks that have
-        gone on do come, by `answerers`, so that only those that wait elsewhere do not.
+        The question is returned at once, and is answered later.
+
+        Args:
+            step: The meeting is after this backward,
+            steps: and after so many steps of optimizers.
+            may_answer: Ranks that have gone on still come, by `answerers`, so that only
+                those that wait elsewhere do not.
         """
         return None
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> Callable[[], None] | None:
-        """Start to exchange values under ``topic``, 4 times a second.
+        """Start to exchange values with the other ranks, four times a second.
 
-        A thread calls ``rider(values)``, and posts what it returns, which JSON can
-        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others.
-        Return a function that stops it. Here start nothing, and return None.
+        Args:
+            topic: The name under which the values are posted.
+            rider: A thread calls it, and posts what it returns, which must be plain
+                data for JSON. Its argument has what each rank has posted last, by rank;
+                it is empty on all ranks but 0.
+
+        Returns:
+            A function that ends the exchange; None if there is none.
         """
         return None
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Talk to other ranks by ``group``'s store, under ``key``, from now on.
+        """Talk to the other ranks through the store of a group from now on.
 
-        ``key`` is equal on all ranks, and all of them have just met. Here no-op.
+        All ranks do so after they have met, with the same ``key`` for their entries.
         """
 
 
 @dataclass(slots=True)
 class Tally:
-    """Hold how many collectives a `Communicator` has started since its last `reset`.
+    """How many collectives a `Communicator` has started since its last `reset`.
 
-    The heartbeat holds this object, which does not keep the communicator alive.
+    The heartbeat holds this object instead of the communicator, to keep that one from
+    living on.
     """
 
     started: int = 0  # all collectives
@@ -135,30 +150,33 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Hold a running collective, its launch time and limit, to tell if it is late."""
+    """A running collective, with what tells whether it is late."""
 
     work: Work
     doing: str  # what the rank was doing, for messages
-    started: int  # number of collectives started, including this one
-    since: float  # launch, on world.now()
-    allowed: float  # seconds
-    warned_at: float = 0.0  # seconds of waiting
+    started: int  # how many collectives were started, this one included
+    since: float  # when it was launched, on the clock of `world.now`
+    allowed: float  # how many seconds it may take
+    warned_at: float = 0.0  # how many seconds it had waited at the last warning
 
     @property
     def waited(self) -> float:
-        """Seconds since the launch."""
+        """How many seconds have passed since the launch."""
         return world.now() - self.since
 
 
 class Communicator:
-    """Hold a process group, this rank, a time limit, and the monitor of the peers.
+    """A process group, this rank, a time limit, and what is known about other ranks.
 
     Each reducer has one. The constructor starts nothing; `peers` is a mere
     `PeerMonitor` until the watchdog puts a heartbeat there.
 
-    ``limit`` is in seconds; None: the backend's own timeout. With ``is_patient`` it
-    applies only when ranks are gone or wait for each other: ranks that are busy
-    elsewhere may take as long as the backend allows.
+    Args:
+        group: The process group.
+        limit: How many seconds a collective may take. With None only the backend's own
+            timeout counts.
+        is_patient: Apply the limit only if ranks are gone or wait for each other. Ranks
+            that are busy elsewhere may take as long as the backend allows.
     """
 
     def __init__(
@@ -180,9 +198,9 @@ class Communicator:
         self.reset(group)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Use ``group`` from now on; zero the counts; forget failure, running works.
+        """Use another group from now on, and forget counts, failures and running works.
 
-        Waits for nothing. Does not move `peers` to the group's store.
+        It waits for nothing. `peers` is not moved to the store of the group.
         """
         self.has_failed = False
         self.tally.started = self.tally.launched = 0
@@ -199,47 +217,46 @@ class Communicator:
 
     @property
     def started(self) -> int:
-        """Number of collectives that this rank has started since the last `reset`."""
+        """How many collectives this rank has started since the last `reset`."""
         return self.tally.started
 
     @property
     def seconds(self) -> float:
-        """The effective time limit: the smaller of `limit` and the group's timeout."""
+        """The limit that holds: the smaller of `limit` and the group's own timeout."""
         allowed = group_timeout(self.group).total_seconds()
         return allowed if self.limit is None else min(self.limit, allowed)
 
     @property
     def place(self) -> str:
-        """Text of what the innermost `watching` block does now; "" outside of any."""
+        """What this rank does now, by the innermost `watching` block; "" outside."""
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
     def tell_others(self, error: BaseException) -> None:
-        """Make other ranks' waits for this rank raise, because of ``error``.
-
-        Only queues its text (`PeerMonitor.give_up`); no-op without a heartbeat.
-        """
+        """Let the other ranks' waits for this rank raise, because of this error."""
         self.peers.give_up(f"{type(error).__name__}: {error}")
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
-        """Return a context whose `wait_for` calls are limited; it counts no collective.
+        """Return a context whose waits have the limit, and whose errors say for whom.
 
-        Its exceptions become a `CollectiveError` that names missing ranks, except for
-        minidp's own. ``doing`` completes "A collective failed while ..."; ``bucket``:
-        a bucket's number, to add to that.
+        An exception inside becomes a `CollectiveError`, unless it is one of minidp's.
+
+        Args:
+            doing: Completes the sentence "A collective failed while ...".
+            bucket: The number of a bucket, to add to that.
         """
         return Operation(self, doing, bucket)
 
     def blocking(self, doing: str) -> Operation:
-        """Count one collective as started now; return a `watching` context for it."""
+        """Count a collective as started now, and return a `watching` context for it."""
         self.tally.started += 1
         return Operation(self, doing, None)
 
     def note_started(self, work: Work) -> None:
-        """Count ``work``, just launched, as started; call this in a `watching` block.
+        """Count a collective that was just launched, inside a `watching` block.
 
-        If the group is for CUDA only, with a limit, also list it: the watchdog ends the
-        process when it is late.
+        No wait of the host can limit one that runs on a device. It is listed instead,
+        and the watchdog ends the process if it is late.
         """
         self.tally.started += 1
         self.tally.launched += 1
@@ -250,36 +267,35 @@ class Communicator:
                 self._on_device.append(launched)
 
     def _in_flight(self, work: Work) -> InFlight:
-        """Wrap ``work`` as launched now, by the current `place`, under `limit`."""
         assert self.limit is not None
         now = world.now()
         return InFlight(work, self.place, self.started, now, self.limit)
 
     def _oldest_on_device(self) -> InFlight | None:
-        """Return the oldest collective on CUDA that still runs, or None.
-
-        Drops those that were launched before it, and are done, from the list.
-        """
+        """Return the oldest collective that still runs on a device, or None."""
         with self._lock:
             while self._on_device and self._on_device[0].work.is_completed():
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
     def find_late_on_device(self) -> InFlight | None:
-        """Return the oldest running collective on CUDA if over its limit; else None.
+        """Return the oldest collective on a device if it is over its limit, else None.
 
-        Always None unless the group is for CUDA only, and has a limit. Called by the
-        watchdog's thread.
+        The thread of the watchdog calls this.
         """
         oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Let ``late`` wait a tenth of the limit longer if missing ranks are only busy.
+        """Let a collective wait longer if the missing ranks are only busy.
 
-        Return whether it may. Logs who is missing whenever the wait has doubled. False
-        if a rank is gone, no missing rank is busy, not `is_patient`, or the backend's
-        timeout is over. Asks the other ranks, which may take seconds.
+        It gets another tenth of the limit. The log says who is missing whenever the
+        wait has doubled. To ask the other ranks may take seconds.
+
+        Returns:
+            Whether it may wait longer. It may not if a rank is gone, if no missing rank
+            is busy, if this communicator is not patient, or if the backend's timeout is
+            over.
         """
         waited = late.waited
         backends = group_timeout(self.group).total_seconds()
@@ -304,12 +320,15 @@ class Communicator:
         return True
 
     def wait(self, work: Work) -> Any:
-        """Wait for a collective, at most until the time limit; return its result.
+        """Wait for a collective, at most until the limit, and return its result.
 
-        Raises TimeoutError at the limit (which `extend` may move, if `is_patient`), or
-        if another rank gave up; then the group is leaked, if ``work`` still runs.
-        `watching` makes a `CollectiveError` of it. Only the backend's limit applies if
-        `limit` is None, and to work without ``can_time_out`` unless `is_timed` (Gloo).
+        Only the backend's own timeout counts if there is no limit, or if neither the
+        group nor this work can be waited for in slices.
+
+        Raises:
+            TimeoutError: The limit is over, and `extend` does not move it, or another
+                rank has given up. The group is kept for good if the work still runs. A
+                `watching` block makes a `CollectiveError` of this.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         with waiting():
@@ -327,10 +346,7 @@ class Communicator:
                 self.is_late = False
 
     def _wait_long(self, late: InFlight) -> Any:
-        """Go on waiting for ``late``, in slices, after a first one; return its result.
-
-        TimeoutError at the limit, or if a peer is lost; the group is leaked then.
-        """
+        """Go on waiting after a first slice, and return the result."""
         late.since -= SLICE_SECONDS
         _answer_questions()
         while not is_done_within(late.work, SLICE_SECONDS):
@@ -350,9 +366,9 @@ def _answer_questions() -> None:
 
 
 def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait up to ``seconds`` for ``work``; return whether it is done or failed.
+    """Wait for a work at most so long; return whether it is done, or has failed.
 
-    Does not raise its error, unless the work's own ``is_done_within`` does.
+    Its error is not raised, unless the work's own ``is_done_within`` does so.
     """
     if hasattr(work, "is_done_within"):
         return bool(work.is_done_within(seconds))
@@ -363,10 +379,7 @@ def is_done_within(work: Any, seconds: float) -> bool:
 
 
 class Operation:
-    """A ``with`` block of `Communicator.watching` or `blocking`; made by them.
-
-    Limits its waits, and raises errors that name missing ranks.
-    """
+    """The ``with`` block of `Communicator.watching` and `blocking`."""
 
     __slots__ = (
         *("_bucket", "_communicator", "_doing"),
@@ -385,16 +398,16 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """Text of what this rank does in the block, with the bucket's number if any."""
+        """What this rank does in the block, with the number of the bucket if any."""
         bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
         return f"{self._doing}{bucket}"
 
     def __enter__(self) -> None:
-        """Apply the communicator's time limit to `wait_for` calls of this thread.
+        """Apply the communicator's limit to the waits of this thread.
 
-        Become the communicator's `operation`: the heartbeat reports its `place` as what
-        this rank does. No collective is counted or started. The thread counts as one
-        that waits: a backend may make it wait already where it starts a collective.
+        The heartbeat reports `place` as what this rank does. The thread counts as one
+        that waits, because a backend may let it wait already where it starts a
+        collective.
         """
         self._mark.__enter__()
         owner = self._communicator
@@ -402,13 +415,10 @@ class Operation:
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Turn an exception into a `CollectiveError`, unless it is minidp's own.
+        """Turn an exception into a `CollectiveError`, unless it is one of minidp's.
 
-        The answer comes first in its text: who is missing, then what failed here.
-        Any Exception sets the communicator's `has_failed`. May wait seconds to learn
-        which ranks are missing; tells the others of a `CollectiveError`. The error of
-        a comm hook's future is raised anew, with the missing ranks. Restores outer
-        limits.
+        The text begins with the answer: who is missing, and then what failed here. To
+        learn it may take seconds. Any exception marks the communicator as failed.
         """
         current_deadline.waiter = self._outer_waiter
         try:
@@ -419,10 +429,11 @@ class Operation:
             self._mark.__exit__()
 
     def _explain(self, error: Exception) -> None:
-        """Set `has_failed`; tell other ranks of, and raise, a CollectiveError.
+        """Raise a CollectiveError for this error, and tell the other ranks of it.
 
-        For minidp's own errors only set `has_failed` and return, but raise a failed
-        hook future's anew, with the missing ranks. May wait seconds to learn these.
+        Minidp's own errors are left alone, but for that of a comm hook's future that
+        failed: it is raised anew with the names of missing ranks, for which it may have
+        waited.
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain

@@ -1,8 +1,11 @@
-"""Wait for collectives and futures; `wait_for` keeps the current time limit.
+"""Wait for collectives and futures, within the time limit of the moment.
 
-A thread that waits for other ranks says so itself, by `waiting`: another thread reports
-that to them (`minidp.hang`), and a stack would not tell it, because most waits end in
-C++, and because functions move.
+`wait_for` knows who limits the waits of this thread. So code that waits deep inside a
+collective needs no argument for it.
+
+A thread that waits for other ranks says so itself, by `waiting`. Another thread reports
+it to the other ranks (`minidp.hang`). A look at the stack would not tell it, because
+most waits end in C++, and because functions move.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from minidp import world
 
 
 class NoWork:
-    """Stand for the work of an all-reduce that one rank need not start: it is done."""
+    """The work of an all-reduce that a single rank need not start: it is done."""
 
     def get_future(self) -> Future[Any]:
         """Return a completed future of None."""
@@ -39,7 +42,7 @@ class NoWork:
 
 
 class FutureWork:
-    """Wrap a future, so that `wait_for` takes it for the `Work` of a collective."""
+    """A future that `wait_for` can take for the `Work` of a collective."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
@@ -53,13 +56,13 @@ class FutureWork:
         return self.future.done()
 
     def is_done_within(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; return whether the future is done or failed."""
+        """Wait at most so long; return whether the future is done, or has failed."""
         done = world.event()
         self.future.add_done_callback(lambda _: done.set())
         return done.wait(seconds)
 
     def wait(self) -> Any:
-        """Wait without limit; return the future's value, or raise its error."""
+        """Wait without a limit; return the future's value, or raise its error."""
         return self.future.wait()
 
 
@@ -72,10 +75,11 @@ def is_python_group(group: object) -> bool:
 
 
 class PythonWork:
-    """Give a Python process group's work the methods of `Work` that it may lack.
+    """The work of a process group written in Python, with the methods it may lack.
 
-    It has ``wait()`` (maybe with a required timeout), ``get_future()``, or both. The
-    future may bring a new tensor, which `wait` copies to ``result``, the input.
+    Such a work has ``wait()`` (perhaps with a timeout that must be given),
+    ``get_future()``, or both. Its future may bring a new tensor, which `wait` copies to
+    ``result``, the tensor that was given to the collective.
     """
 
     def __init__(self, work: Any, result: torch.Tensor | None = None) -> None:
@@ -85,7 +89,7 @@ class PythonWork:
         self._is_done = False
 
     def get_future(self) -> Future[Any]:
-        """Return the work's future; without one, wait and return a completed future."""
+        """Return the work's future; if there is none, wait, and return one of None."""
         if self._future is None and hasattr(self._work, "get_future"):
             with suppress(RuntimeError):  # how torch's Work says that it has none
                 self._future = self._work.get_future()
@@ -97,19 +101,22 @@ class PythonWork:
     def is_completed(self) -> bool:
         """Return whether the work is known to be done.
 
-        Before `wait` or `get_future` is called False, even if it is done.
+        Nothing is known before `wait` or `get_future` was called.
         """
         return self._is_done if self._future is None else bool(self._future.done())
 
     def is_done_within(self, seconds: float) -> bool:
-        """Return `is_completed` at once: such work has no wait for some ``seconds``."""
+        """Return `is_completed` at once, because such a work has no limited wait."""
         return self.is_completed()
 
     def wait(self) -> None:
-        """Wait for the work; if ``result`` was given, copy its future's tensor there.
+        """Wait for the work, and copy what its future brings to ``result``.
 
-        Nothing is copied if the future brings None or that tensor itself, or there is
-        no future. TypeError if ``result`` was given, and it brings anything else.
+        Nothing is copied if there is no ``result`` or no future, or if the future
+        brings None or the tensor itself.
+
+        Raises:
+            TypeError: The future brings anything but a tensor.
         """
         own = getattr(type(self._work), "wait", None)
         # A Python subclass that inherits torch's ``wait`` is never woken up.
@@ -132,7 +139,6 @@ class PythonWork:
             self._result.copy_(value)
 
     def _wait_itself(self) -> None:
-        """Call the work's own ``wait``; for a required timeout pass 0: no limit."""
         try:
             parameters = inspect.signature(self._work.wait).parameters.values()
         except (TypeError, ValueError):  # no signature: not written in Python
@@ -146,36 +152,36 @@ class PythonWork:
 
 
 class Work(Protocol):
-    """Describe a collective in flight, as torch's ``Work`` does.
+    """A collective in flight, with the methods of torch's ``Work``.
 
-    If it has ``is_done_within(seconds)``, timed waits call that.
+    If it also has ``is_done_within(seconds)``, waits with a limit call that.
     """
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the result; that of `PythonWork` may wait first."""
+        """Return a future of the result. `PythonWork` may have to wait first."""
 
     def is_completed(self) -> bool:
-        """Return whether the collective is done or failed."""
+        """Return whether the collective is done, or has failed."""
 
     def wait(self) -> Any:
         """Wait up to the backend's timeout; return the value, or raise the error.
 
-        On CUDA (NCCL) the current stream waits, not the host.
+        With NCCL the current stream waits, and not the host.
         """
 
 
 def completed(value: Any) -> Future[Any]:
-    """Return a future that has ``value`` already."""
+    """Return a future that has this value already."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 class Waiter(Protocol):
-    """Describe who waits in place of `wait_for`, with a limit: a `Communicator`."""
+    """Who waits in place of `wait_for`, with a limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
-        """Return the result of ``work``; raise TimeoutError at the time limit."""
+        """Return the result of a work; raise a TimeoutError at the limit."""
 
 
 # How many open `waiting` blocks each thread has, by its identifier; none if not listed.
@@ -227,10 +233,10 @@ current_deadline = _CurrentDeadline()
 
 
 def wait_for(work: Work) -> Any:
-    """Wait for ``work`` and return its result, or raise its error.
+    """Wait for a work, and return its result or raise its error.
 
-    In a `watching` block of a `Communicator` on this thread its limit applies, with
-    TimeoutError (`Communicator.wait`); elsewhere the backend's own timeout alone.
+    If this thread is in a `watching` block of a `Communicator`, the limit of that one
+    holds, with a TimeoutError. Elsewhere only the backend's own timeout does.
     """
     with waiting():
         waiter = current_deadline.waiter
@@ -240,9 +246,9 @@ def wait_for(work: Work) -> Any:
 def then(
     future: Future[Any], finish: Callable[[], torch.Tensor]
 ) -> Future[torch.Tensor]:
-    """Return a future of ``finish()``, called (on any thread) when ``future`` is done.
+    """Return a future of ``finish()``, which is called once ``future`` is done.
 
-    If ``future``, that of a collective, fails, so does this one, without the call.
+    It is called on any thread. If ``future`` fails, this one fails, without the call.
     """
 
     def complete(done: Future[Any]) -> torch.Tensor:

@@ -1,4 +1,10 @@
-"""Validate the options of a `DataParallel` once, and freeze them."""
+"""The options of a `DataParallel`, validated once and then frozen.
+
+The constructor validates what it is given before it sends or allocates anything, so
+that a bad argument is an error of the constructor and never of a later backward.
+Frozen, because all ranks compare their options at construction: an option that could
+change later on one rank would make the ranks' collectives differ.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +26,11 @@ AverageOver = Literal["ranks", "items"]
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Upper limits of bucket sizes in bytes, by torch's rules.
+    """The sizes, in bytes, at which buckets count as full, by torch's rules.
 
-    The gradient that reaches a bucket's limit still belongs to the bucket. In the
-    tuples that methods return, the last limit holds for all further buckets.
+    The gradient with which a bucket reaches its limit still belongs to it, so a bucket
+    may be larger than its limit. In the tuples that the methods return, the last limit
+    holds for all further buckets.
     """
 
     first_bytes: int
@@ -32,22 +39,27 @@ class BucketCaps:
 
     @property
     def has_small_first(self) -> bool:
-        """Return whether the first cap is smaller than the rest; False for a list."""
+        """Whether the first bucket has a smaller limit than the rest.
+
+        It is False for a list of limits: a list says itself what comes first.
+        """
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Return the limits (bytes) of the buckets before any rebuild.
+        """Return the limits of the buckets before any rebuild, in bytes.
 
-        ``one_bucket``: put all into one bucket without limit, unless there is a list.
+        With ``one_bucket`` there is one bucket without a limit, unless the user gave a
+        list of limits.
         """
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
 
     def rebuilt_limits(self) -> tuple[int, ...]:
-        """Return the limits (bytes) for buckets that are rebuilt in ready order.
+        """Return the limits of buckets that are rebuilt in ready order, in bytes.
 
-        The list, if given; else the first cap, if it is smaller, and the rest's.
+        They are the user's list if there is one; else that of the first bucket, if it
+        is smaller, and that of the rest.
         """
         if self.list_bytes:
             return self.list_bytes
@@ -63,9 +75,15 @@ def bucket_caps(
 ) -> BucketCaps:
     """Convert the constructor's bucket caps from MiB to bytes.
 
-    A list replaces ``bucket_cap_mb`` unless it is empty. A number is for all buckets;
-    None and "auto" are 25 MiB, after a first bucket of ``first_bytes``. TypeError or
-    ValueError for a bad cap, or a list beside "auto".
+    Args:
+        first_bytes: the limit of the first bucket where the user leaves it to us.
+        bucket_cap_mb: a number holds for all buckets; None and "auto" stand for 25 MiB
+            after a first bucket of ``first_bytes``.
+        bucket_cap_mb_list: replaces ``bucket_cap_mb`` unless it is empty.
+
+    Raises:
+        TypeError: a cap is not a number.
+        ValueError: a cap is negative or not finite, or there is a list beside "auto".
     """
     if bucket_cap_mb_list is not None and len(bucket_cap_mb_list) > 0:
         if bucket_cap_mb == AUTO:
@@ -83,10 +101,7 @@ def bucket_caps(
 
 
 def _to_bytes(argument: str, mb: Any) -> int:
-    """Return ``mb`` MiB in bytes; ValueError if negative or not finite.
-
-    TypeError if it is no number. Errors name ``argument``.
-    """
+    """Return ``mb`` MiB in bytes; the error for a bad value names ``argument``."""
     if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
@@ -96,9 +111,10 @@ def _to_bytes(argument: str, mb: Any) -> int:
 
 
 def _as_number(argument: str, value: object, unit: str) -> float:
-    """Return an int or float as float, infinity for a huge int; else raise TypeError.
+    """Return an int or float as a float; an int that is too large becomes infinity.
 
-    Also for a bool. ``argument`` and ``unit`` are for the error's text.
+    Anything else raises a TypeError, and so does a bool, which Python takes for an int:
+    nobody means one MiB by True. The text names ``argument`` and ``unit``.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         other = "" if argument == "bucket_cap_mb_list" else f', or "{AUTO}"'
@@ -113,7 +129,6 @@ def _as_number(argument: str, value: object, unit: str) -> float:
 
 
 def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of the argument's ``choices``."""
     if value not in choices:
         raise ValueError(
             f"{argument} must be one of {', '.join(map(repr, choices))}, but got "
@@ -123,11 +138,15 @@ def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Hold arguments that torch's DDP lacks; ValueError or TypeError for a bad one."""
+    """The constructor's arguments that torch's DDP does not have.
 
-    unsynced: Unsynced = "raise"  # at a step with gradients that differ between ranks
+    Raises:
+        ValueError, TypeError: an argument is bad; the text names it.
+    """
+
+    unsynced: Unsynced = "raise"  # what to do at a step with unequal gradients
     hang_timeout: float | Literal["auto"] | None = AUTO  # s; None: the group's limit
-    check_replicas_every: int | Literal["auto"] = AUTO  # steps; 0: never
+    check_replicas_every: int | Literal["auto"] = AUTO  # in steps; 0 is never
     check_finite_grads: bool = False
     average_over: AverageOver = "ranks"
 
@@ -158,28 +177,29 @@ class OwnOptions:
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds a collective may wait for other ranks ("auto": 300).
+        """How many seconds a collective may wait for other ranks ("auto": 300).
 
-        None: only the process group's own limit applies.
+        With None only the process group's own limit applies.
         """
         return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """Hold the bucket layout of an earlier run, by parameter names, to start with.
+    """The bucket layout of an earlier run, by the parameters' names.
 
-    Buckets are rebuilt once after that, unless ``rebuilt``. Checks nothing: whether it
-    fits a module, see `resumed_layout`.
+    A run that starts with it has the same buckets, and so the same bits, as one that
+    was never stopped. Whether it fits a module is checked by
+    `minidp.layout.resumed_layout`.
     """
 
-    buckets: tuple[tuple[str, ...], ...]  # parameter names of each bucket
-    rebuilt: bool  # True: follows the ready order already, so it is not rebuilt
+    buckets: tuple[tuple[str, ...], ...]  # the parameter names of each bucket
+    rebuilt: bool  # it follows the ready order already, and must not be rebuilt
     elements: tuple[tuple[int, ...], ...] = ()  # of each parameter; (): unknown
     source: str = ""  # " in FILE", for error messages
 
     def __str__(self) -> str:
-        """Return bucket sizes and a hash of the names: ranks compare this text."""
+        """Describe the layout in one line, by which ranks compare theirs."""
         digest = hashlib.sha256(repr(self.buckets).encode()).hexdigest()[:12]
         sizes = ", ".join(str(len(names)) for names in self.buckets)
         state = "rebuilt" if self.rebuilt else "not rebuilt"
@@ -188,9 +208,10 @@ class SavedLayout:
 
 @dataclass(frozen=True)
 class ReducerConfig:
-    """Hold the constructor's arguments that the reducer uses; checks nothing itself.
+    """The constructor's arguments that the reducer uses.
 
-    Made of validated values by `data_parallel.arguments.check`.
+    `minidp.data_parallel.arguments.check` makes it of values that are validated
+    already; it checks nothing itself.
     """
 
     caps: BucketCaps
@@ -200,16 +221,19 @@ class ReducerConfig:
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buckets, not single gradients
     lazy_bucket_allocation: bool = False  # buffers live from first copy to write-back
-    last_is_small: bool = False  # after the rebuild the last bucket, not the first
-    saved_layout: SavedLayout | None = None  # the initial layout
+    last_is_small: bool = (
+        False  # the rebuild makes the last bucket small, not the first
+    )
+    saved_layout: SavedLayout | None = None  # the buckets to start with
     tunes: bool = False  # bucket_cap_mb="auto"
-    averages_items: bool = False  # average_over="items": over what ranks counted
+    averages_items: bool = False  # average_over="items"
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return whether the mode lets buckets be rebuilt, once, in ready order.
+        """Whether this mode rebuilds buckets, once, in the order of ready gradients.
 
-        False with ``find_unused_parameters`` unless the graph is static. A
-        ``saved_layout`` is not looked at.
+        With ``find_unused_parameters`` that order may differ from step to step, so
+        that buckets stay as they are unless the graph is static. A ``saved_layout``
+        is not looked at here.
         """
         return self.static_graph or not self.find_unused_parameters

@@ -2,8 +2,14 @@
 
     MINIDP_UNSYNCED=warn torchrun ... train.py    # or: minidp run --unsynced warn
 
-An environment variable replaces what the script passes, in every process that inherits
-it. ``minidp run`` and ``minidp tune`` have an option for each variable and set it.
+This is for scripts that nobody wants to edit, and for trainers that wrap the model
+themselves. An environment variable replaces what the script passes, in every process
+that inherits it. ``minidp run`` and ``minidp tune`` have a flag for each of these
+variables; the flag sets the variable for the processes of the script.
+
+A misspelt variable would be ignored in silence, so that the user would believe in an
+option that is not set. Therefore `VARIABLES` lists every name that minidp reads, and a
+name that resembles one of them is logged.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ _NUMBERS = ("SECONDS", "STEPS", "MIB")  # metavars
 
 
 def _number(text: str) -> Any:
-    """Parse a number; "auto" stays, "none" becomes None; ValueError for other words."""
+    """Parse a number; "auto" stays, "none" becomes None, other words are an error."""
     if text in (AUTO, NONE):
         return None if text == NONE else text
     try:
@@ -43,24 +49,26 @@ class Option(NamedTuple):
     """An argument of the constructor that the environment or a command line can set."""
 
     name: str
-    help: str
-    metavar: str = ""  # empty: a flag
+    help: str  # for --help, and for the table of variables in minidp/run/README.md
+    metavar: str = ""  # of its value, in --help; "": the option is true or false
 
     @property
     def variable(self) -> str:
-        """Return the environment variable's name: MINIDP_ and the name in capitals."""
+        """The name of the environment variable, for example MINIDP_STATIC_GRAPH."""
         return PREFIX + self.name.upper()
 
     @property
     def word(self) -> str:
-        """Return the command-line option, for example ``--static-graph``."""
+        """The flag of the command line, for example ``--static-graph``."""
         return "--" + self.name.replace("_", "-")
 
     def read(self, text: str) -> Any:
         """Return the value that ``text`` stands for.
 
-        ValueError or TypeError if the constructor would refuse it. A file for
-        ``bucket_layout`` is not opened.
+        A file for ``bucket_layout`` is not opened.
+
+        Raises:
+            ValueError, TypeError: the constructor would refuse this value.
         """
         value: Any = text
         if not self.metavar:
@@ -81,63 +89,94 @@ class Option(NamedTuple):
 _TABLE = (
     Option(
         "unsynced",
-        "what to do when an optimizer would apply gradients that differ between ranks",
+        "what to do when an optimizer is about to apply gradients that differ between "
+        "ranks",
         "|".join(get_args(Unsynced)),
     ),
     Option(
         "hang_timeout",
-        "how long a collective may wait for other ranks; none: the group's limit",
+        "how many seconds a collective may wait for other ranks, until an error names "
+        "the missing one; none: only the limit of the process group counts",
         "SECONDS",
     ),
     Option(
         "check_replicas_every",
-        "how often checksums of the replicas are compared; 0 is never",
+        "compare checksums of the replicas every so many steps; 0: never",
         "STEPS",
     ),
     Option(
         "check_finite_grads",
-        "raise, naming the parameter, when a gradient holds NaN or infinity",
+        "raise an error that names the parameter when a gradient holds NaN or infinity",
     ),
     Option(
         "bucket_layout",
-        "a file that minidp tune wrote; of a second model FILE with .1 before its end",
+        "start with the buckets in this file, which minidp tune has written; for a "
+        "second model of the script it is FILE with .1 before its suffix",
         "FILE",
     ),
     Option(
         "bucket_cap_mb",
-        "bucket limit; auto: try layouts, and keep the fastest; none: torch's",
+        "the size at which a bucket is full; auto: try several layouts, and keep the "
+        "fastest; none: torch's default",
         "MIB",
     ),
-    Option("bucket_cap_mb_list", "limits of buckets; the last repeats", "MIB,MIB,..."),
-    Option("find_unused_parameters", "parameters may get no gradient in some steps"),
-    Option("skip_all_reduce_unused_params", "do not reduce buckets that no rank uses"),
-    Option("static_graph", "every iteration uses the same parameters equally often"),
-    Option("gradient_as_bucket_view", ".grad are views of the buckets (saves memory)"),
-    Option("batched_grad_copy", "divide a whole bucket at once, not each gradient"),
-    Option("forward_sync_buffers", "broadcast module buffers before forwards"),
+    Option(
+        "bucket_cap_mb_list",
+        "such a size for each bucket; the last one holds for all further buckets",
+        "MIB,MIB,...",
+    ),
+    Option(
+        "find_unused_parameters",
+        "allow parameters that get no gradient in some steps",
+    ),
+    Option(
+        "skip_all_reduce_unused_params",
+        "do not reduce a bucket in a step in which no rank uses its parameters",
+    ),
+    Option(
+        "static_graph",
+        "promise that every step uses the same parameters equally often",
+    ),
+    Option(
+        "gradient_as_bucket_view",
+        "make each .grad a view of its bucket, which saves memory",
+    ),
+    Option(
+        "batched_grad_copy",
+        "divide a whole bucket at once instead of each of its gradients",
+    ),
+    Option(
+        "forward_sync_buffers",
+        "broadcast module buffers (such as running means) before forwards",
+    ),
     Option(
         "average_over",
-        "items: divide by the items that ranks count, not by the number of ranks",
+        "items: divide by the number of items that all ranks have counted, instead of "
+        "the number of ranks",
         "|".join(get_args(AverageOver)),
     ),
 )
 OPTIONS = {option.name: option for option in _TABLE}
-# Every variable that minidp reads; one that resembles them is a spelling mistake.
+# Every variable that minidp reads. One that resembles them is a spelling mistake.
 VARIABLES = {option.variable: option.help for option in OPTIONS.values()} | {
-    "MINIDP_NATIVE": "whether to load the C++ extension: auto, build, 0 or 1",
+    "MINIDP_NATIVE": "whether to load the C++ extension: auto (if it is built), build "
+    "(build it first), 0 (no) or 1 (fail without it)",
     "MINIDP_NATIVE_CACHE": "the folder for the extension's binaries",
-    "MINIDP_SHARED_MEMORY": "0: ranks of one host send messages; 1: they must not",
-    RUN: "set by minidp run, in a script and all that it starts",
-    "MINIDP_PYTHON": "of examples/quickstart.sh and tests/run.sh: the interpreter",
-    "MINIDP_TORCH": "of examples/quickstart.sh and tests/run.sh: the torch to install",
+    "MINIDP_SHARED_MEMORY": "0: ranks of one host send messages instead of sharing "
+    "memory; 1: an error says so if they cannot share it",
+    RUN: "set by minidp run for the script and all that it starts; do not set it",
+    "MINIDP_PYTHON": "the interpreter for examples/quickstart.sh and tests/run.sh",
+    "MINIDP_TORCH": "the torch that examples/quickstart.sh and tests/run.sh install",
 }
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the options set by environment variables: value by argument name.
+    """Return the options that environment variables set: value by argument name.
 
-    Empty ones count as unset. Raises ValueError, naming the variable, if the
-    constructor would refuse a value.
+    A variable that is empty counts as unset.
+
+    Raises:
+        ValueError: the constructor would refuse a value; the text names the variable.
     """
     found = {}
     for name, option in OPTIONS.items():
@@ -150,11 +189,13 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 def replacements() -> dict[str, Any]:
-    """Return arguments (by name) from the environment, to replace the script's.
+    """Return the arguments, by name, that replace those of the script.
 
-    Call once for each constructed model: a counter selects its ``bucket_layout`` file.
-    A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`;
-    warns as `_layout_of_next`, and of misspelt variables.
+    Call it once for each model that is wrapped, because each has a ``bucket_layout``
+    file of its own, which a counter selects. It logs variables that look misspelt.
+
+    Raises:
+        ValueError: see `read_environment`.
     """
     _tell_misspelt()
     given = read_environment()
@@ -172,11 +213,11 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Count a model that asks for layout file ``text``; return the path of its own.
+    """Return the layout file of the next model that asks for file ``text``.
 
-    See `numbered`. None, uncounted, if ``text`` is "none"; None and a warning if a
-    second or later model's file is missing. The first one's path is returned in any
-    case.
+    It is None for "none". It is also None, with a warning, if a second or later model
+    has no file: a script may wrap more models than ``minidp tune`` has seen. The path
+    of the first one is returned even if it is missing, so that the constructor raises.
     """
     if text == NONE:
         return None
@@ -191,13 +232,13 @@ def _layout_of_next(text: str) -> str | None:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """Return a model's file: ``path`` for number 0, else NAME.1.json and so on."""
+    """Return the file of a script's model ``number``: NAME.json, NAME.1.json ..."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}") if number else path
 
 
 @contextmanager
 def setting(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the block, child processes included; restore."""
+    """Set environment variables inside the block, also for processes started there."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -221,9 +262,9 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 @functools.cache
 def _tell_misspelt() -> None:
-    """Log, once per process, and on one rank per host, what `misspelt` finds.
+    """Log what `misspelt` finds: once per process, and on one rank per host.
 
-    ``minidp run`` has said it already, where it runs the script.
+    Under ``minidp run`` nothing is logged, because the command itself has said it.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0" and RUN not in os.environ:
         for text in misspelt():
@@ -231,11 +272,12 @@ def _tell_misspelt() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Add a command-line option for each `Option` whose name is not in ``without``."""
+    """Add a flag for each of the `OPTIONS` whose name is not in ``without``."""
     group = parser.add_argument_group(
         "options of the constructor",
-        "For each model that the script wraps, instead of what the script passes. Or\n"
-        f"as environment variables: {OPTIONS['hang_timeout'].variable}=1800, "
+        "These hold for each model that the script wraps, and replace what the script\n"
+        "passes. As environment variables they are "
+        f"{OPTIONS['hang_timeout'].variable}=1800,\n"
         f"{OPTIONS['static_graph'].variable}=1, and so on.",
     )
     for option in OPTIONS.values():
@@ -250,9 +292,12 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
 
 
 def _checked(option: Option, text: str) -> str:
-    """Parse for argparse: return ``text``, or the absolute path of a layout file.
+    """Check a flag's value for argparse; return it as its environment variable has it.
 
-    ArgumentTypeError if the constructor would refuse it, or there is no such file.
+    The path of a layout file becomes absolute.
+
+    Raises:
+        ArgumentTypeError: the constructor would refuse it, or there is no such file.
     """
     try:
         option.read(text)
@@ -266,46 +311,45 @@ def _checked(option: Option, text: str) -> str:
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the given command-line options as environment variables: text by name."""
+    """Return the flags that were given as environment variables: text by name."""
     given = {o.variable: getattr(options, o.name, None) for o in OPTIONS.values()}
     return {name: _text(v) for name, v in given.items() if v is not None}
 
 
 def _text(value: object) -> str:
-    """Return an option's value as an environment variable has it; a bool as 0 or 1."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-_swapped = False  # torch's class is swapped: the script need not know minidp's
+_swapped = False  # whether torch's class is ours: the script may not know minidp then
 
 
 def note_swapped(*, is_swapped: bool) -> None:
-    """Store whether torch's class is swapped, so that errors name variables to set."""
+    """Note whether torch's class is ours now; `passing` then names variables."""
     global _swapped  # one process, one torch
     _swapped = is_swapped
 
 
 def passing(**option: object) -> str:
-    """Return, for an error's remedy, how to pass one option: "pass name=value".
+    """Say how to pass one option, for an error's remedy: "pass name=value".
 
-    But under ``minidp run`` name its flag; else, if torch's class is swapped, its
-    environment variable: such a script does not call our constructor.
+    A script under ``minidp run``, or one whose torch class is swapped, does not call
+    our constructor. For such a script the text names the flag or the variable.
     """
     ((name, value),) = option.items()
     return _from_outside(OPTIONS[name], value) or f"pass {name}={value!r}"
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)" if `passing` names a flag or a variable, else ""."""
+    """Return " (here: HOW)" if the option has to be passed from outside, else ""."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Return how to pass an option from outside the script, as a text, or "".
+    """Say how to pass an option to a script that does not call our constructor.
 
-    Its flag under minidp run; else its variable if torch's class is swapped; else "".
+    The text is "" for all other scripts.
     """
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]

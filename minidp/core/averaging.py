@@ -1,4 +1,7 @@
-"""Hold by what gradients are divided, the comm hook, and the counts of items.
+"""By what gradients are divided, and which comm hook or count of items takes part.
+
+A gradient is divided where that costs least: while it is copied to its bucket. Other
+modes divide elsewhere:
 
 =====================  =================  =================  =======================
 mode                   each gradient      whole buffer       after the all-reduce
@@ -10,9 +13,10 @@ over items             / ranks, or as     as the row above   x ranks / items of 
 comm hook              -                  -                  what the hook does
 =====================  =================  =================  =======================
 
-Over items, gradients travel divided by the ranks, so that 16 bits do not overflow; the
-other factor, ranks / items, is known when the counts have come (`item_counts`). No comm
-hook can be registered then.
+Over items, gradients travel divided by the number of ranks, so that 16 bits do not
+overflow. The other factor, ranks / items, is known once the counts have come
+(`item_counts`). No comm hook can be registered then, because the factor would multiply
+whatever the hook has made of the gradients.
 """
 
 from __future__ import annotations
@@ -33,21 +37,24 @@ from .item_counts import ItemCounts
 
 
 class DivideFactors(NamedTuple):
-    """A bucket's divisors: one of `pre` (per gradient), `post` (full buffer) is 1."""
+    """By what a bucket is divided before it travels. One of the two numbers is 1."""
 
-    pre: int = 1  # of each gradient, while it is copied
-    post: int = 1  # of the whole buffer, when it is full
+    pre: int = 1  # divides each gradient, while it is copied
+    post: int = 1  # divides the whole buffer, when it is full
 
     @property
     def product(self) -> int:
-        """The number by which each gradient is divided before the all-reduce."""
+        """The number by which a gradient is divided in all, before it travels."""
         return self.pre * self.post
 
 
 class Averaging:
-    """Hold one reducer's divisors, comm hook and item counts; find shared memory.
+    """How one reducer averages: its divisors, comm hook, item counts, shared memory.
 
-    ``batched``: divide full buffers, not gradients.
+    Args:
+        communicator: The communicator of the ranks.
+        device: The device of the gradients.
+        batched: Whether to divide full buffers instead of single gradients.
     """
 
     def __init__(
@@ -59,28 +66,28 @@ class Averaging:
         self.items: ItemCounts | None = None  # with average_over="items"
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: CommHook | None = None
-        self.active_comm_hook: CommHook | None = None  # `comm_hook` at `begin`
-        self.factors = DivideFactors()  # of this backward
-        self.wait_description = ""  # completed by " of bucket 3"
-        self.no_shared_memory = ""  # why buckets use the group; empty: shared
+        self.active_comm_hook: CommHook | None = None  # the one of this backward
+        self.factors = DivideFactors()  # those of this backward
+        self.wait_description = ""  # for errors; " of bucket 3" follows
+        self.no_shared_memory = ""  # why buckets are messages; "" if they are shared
 
     @property
     def divisor(self) -> int:
-        """The number of ranks to average over: `num_contributors`, or group size."""
+        """The number of ranks over which to average."""
         return self.num_contributors or self._communicator.size
 
     @property
     def scale(self) -> float | torch.Tensor:
-        """What reduced gradients are multiplied by: a tensor if on a device."""
+        """By what averages are multiplied when they are copied out."""
         return 1.0 if self.items is None else self.items.scale
 
     @property
     def seat(self) -> tuple[int, int]:
-        """(Index of this rank, number of ranks) among those that average; here all."""
+        """The place of this rank among those that average, and their number."""
         return self._communicator.rank, self._communicator.size
 
     def begin(self) -> None:
-        """As a backward begins, set its comm hook and divisors (1: a hook divides)."""
+        """Choose the comm hook and the divisors of a backward that begins."""
         hook = self.active_comm_hook = self.comm_hook
         self.factors = self.factors_of(self.divisor if hook is None else 1)
         if self.items is not None:
@@ -90,15 +97,19 @@ class Averaging:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
     def turn(self, number: int, *, is_last: bool) -> Turn:
-        """Return bucket ``number``'s `Turn`, for a comm hook."""
+        """Return what a comm hook is told about a bucket."""
         return Turn(number, is_last, self.divisor, self._communicator.group)
 
     def factors_of(self, divisor: int) -> DivideFactors:
-        """Return factors with ``divisor`` as `post` if ``batched``, else as `pre`."""
+        """Return where to divide by this number."""
         return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)
 
     def register(self, hook: CommHook) -> None:
-        """Set the comm hook; RuntimeError if one is set, or averages are over items."""
+        """Set the comm hook.
+
+        Raises:
+            RuntimeError: There is one already, or averages are over items.
+        """
         if self.comm_hook is not None:
             text = "register_comm_hook or register_builtin_comm_hook can only be called"
             name = self.comm_hook.name
@@ -114,12 +125,19 @@ class Averaging:
     def share(
         self, layout: Layout, exchanges: Sequence[Exchange], *, asks: bool
     ) -> list[SharedBuffer]:
-        """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
+        """Return a shared buffer for each dense bucket, or none if a rank cannot share.
 
-        ``exchanges`` get theirs, not returned. [] at once if not ``asks``, with a comm
-        hook, or if group or device exclude sharing; else collective. Sets
-        `no_shared_memory` to the reason, or "". NativeError if MINIDP_SHARED_MEMORY=1
-        and it fails.
+        `no_shared_memory` says why then. With ``asks`` all ranks must call it together,
+        and wait for each other, unless there is a comm hook, or the group or the device
+        exclude sharing.
+
+        Args:
+            layout: The buckets.
+            exchanges: These use shared memory, too, if there is any.
+            asks: Whether to ask the other ranks. Without it, nothing is shared.
+
+        Raises:
+            NativeError: MINIDP_SHARED_MEMORY=1, and the ranks cannot share.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[SharedBuffer] | str = "ranks have not looked for it yet"
@@ -140,7 +158,7 @@ class Averaging:
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:
-        """Return a context in which `comm_hook` is None; restore the hook after."""
+        """Leave out the comm hook inside the block."""
         hook, self.comm_hook = self.comm_hook, None
         try:
             yield

@@ -84,7 +84,7 @@ def _traced(
 
 
 class Bucket(ABC):
-    """Base class of buckets: gradients of ``params`` that one collective reduces."""
+    """The base class of buckets: gradients that one collective reduces."""
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
 
@@ -116,20 +116,26 @@ class Bucket(ABC):
         self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
-        """Return ``grad`` uncopied; a dense bucket may copy it and return COPIED."""
+        """Return the gradient, for later; a dense bucket may return COPIED instead."""
         return grad
 
     @_traced("flatten", before=Moment.FULL)
     def flatten(
         self, entries: Entries, factors: DivideFactors, filled: Collection[int] = ()
     ) -> None:
-        """Bring every slot into the payload, divided; enter FULL.
+        """Bring every gradient into the payload, divided, and enter FULL.
 
-        ``entries``: per slot a gradient, None (contributes zeros) or COPIED.
-        ``filled``: indices of parameters, also of other buckets, that did not arrive.
-        They may be unused on all ranks: if ``.grad`` lies in the buffer, its values are
-        saved for `copy_out`. GradientError for a misfit in dtype, layout, shape or
-        device. On CUDA the current stream waits for those that wrote the gradients.
+        On CUDA the current stream waits for those that have written the gradients.
+
+        Args:
+            entries: For each slot a gradient, None (which contributes zeros) or COPIED.
+            factors: By what to divide.
+            filled: The indices of parameters, of other buckets too, that have not come.
+                They may be unused on all ranks; so if their ``.grad`` lies in the
+                buffer, its values are saved for `copy_out`.
+
+        Raises:
+            GradientError: A gradient does not fit by dtype, layout, shape or device.
         """
         if self.streams is not None:
             self.streams.gather(entries)
@@ -143,14 +149,15 @@ class Bucket(ABC):
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy divided ``entries`` to the payload; save ``.grad`` of ``undecided``."""
+        """Copy entries to the payload, divided; save the ``.grad`` of ``undecided``."""
 
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
-        """Collective: enter IN_FLIGHT; start the payload's all-reduce or the comm hook.
+        """Start the all-reduce of the payload, or the comm hook; enter IN_FLIGHT.
 
-        Does not wait. ``is_last``, for the hook: no bucket of this backward follows.
+        All ranks must launch the same buckets in the same order. It does not wait.
+        ``is_last`` tells a hook that no bucket of this backward follows.
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
@@ -170,14 +177,16 @@ class Bucket(ABC):
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the CUDA stream that filled the payload; CPU: no-op."""
+        """Return a context on the CUDA stream that has filled the payload, if any."""
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
     @_traced("wait")
     def wait(self, doing: str) -> None:
-        """Wait for `work`; copy a hook's result to the payload; enter REDUCED.
+        """Wait for `work`, copy a hook's result to the payload, and enter REDUCED.
 
-        CollectiveError, which quotes ``doing``, if late or failed; or CommHookError.
+        Raises:
+            CollectiveError: It is late or has failed; the text says ``doing``.
+            CommHookError: The hook's future has failed, or brings what does not fit.
         """
         assert self.work is not None
         with self.communicator.watching(doing, self.plan.number):
@@ -190,20 +199,20 @@ class Bucket(ABC):
 
     @_traced("copy out", after=Moment.COPIED_OUT)
     def copy_out(self, kept: Slots = ()) -> None:
-        """Write averages to ``.grad``, but not of ``kept`` slots; enter FILLING.
+        """Write averages to ``.grad``, but not for ``kept`` slots; enter FILLING.
 
-        With bucket views ``.grad`` becomes the view; ``kept`` views get the values that
-        `flatten` saved.
+        With gradient views ``.grad`` becomes the view. The views of ``kept`` slots get
+        back the values that `flatten` has saved.
         """
         self.write_averages(kept)
         self._advance(BucketState.FILLING)
 
     @abstractmethod
     def write_averages(self, kept: Slots) -> None:
-        """Write payload * `factor` to ``.grad``, but not for ``kept`` slots."""
+        """Write the payload times `factor` to ``.grad``, but not for ``kept`` slots."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
-        """Copy each fitting ``.grad`` to its view; make that ``.grad``; here no-op."""
+        """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""
 
     def _advance(self, state: BucketState) -> None:
         if _FOLLOWING[self.state] is not state:

@@ -1,12 +1,14 @@
 """Launch full buckets strictly in index order, wait for them, copy out.
 
-::
+Backends match collectives by the order in which each rank starts them. Buckets may
+become full in another order on each rank, so a full bucket waits until those before it
+are launched::
 
     full:      bucket 2   bucket 0   bucket 1
-    launched:             0          1, 2         same order on every rank
+    launched:             0          1, 2         the same order on every rank
 
-A bucket is reduced by an all-reduce (SUM) of its divided values, or by the comm hook,
-which gets them undivided: see `averaging`.
+A bucket is reduced by an all-reduce, which sums values that are divided already, or by
+the comm hook, which gets them undivided (see `averaging`).
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from .used_map import UsedMap
 
 
 class BucketQueue:
-    """Launch, finish, rebuild one reducer's buckets; the constructor allocates them."""
+    """The buckets of one reducer, in the order in which they are launched.
+
+    The constructor allocates the first ones.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,8 @@ class BucketQueue:
     def start(self, *, shares_reach: bool = False) -> None:
         """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
-        ``shares_reach``: skip buckets that no rank's forward reached; may wait.
+        With ``shares_reach`` buckets are skipped that no rank's forward has reached.
+        This may wait for what the other ranks say they have reached.
         """
         self.next = 0
         self._summing.clear()
@@ -98,15 +104,21 @@ class BucketQueue:
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
-        """Copy ``grad`` to its bucket, return COPIED; or return it, to copy later."""
+        """Copy a gradient to its bucket and return COPIED; or return it, for later."""
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
     def launch_due(self) -> bool:
-        """Collective: launch buckets in index order, while the next is FULL or skipped.
+        """Launch buckets in index order, as long as the next one is full or skipped.
 
-        Return True only if this call reached the end. Observers learn of the first
-        launch. `checks_finite`: raise for NaN or inf before a launch.
+        All ranks launch the same buckets, in the same order, whenever they are full
+        there. It does not wait. Observers are told of the first launch.
+
+        Returns:
+            Whether this call has launched the last bucket.
+
+        Raises:
+            NonFiniteGradientError: A bucket holds NaN or infinity (`checks_finite`).
         """
         before = self.next
         if self._summing:  # the question also adds this rank's part to the sum
@@ -136,7 +148,6 @@ class BucketQueue:
             self._summing.append(bucket.work)
 
     def _tell_launching(self) -> None:
-        """Tell observers of the first launch of this backward, once."""
         while self._untold:
             self._untold.pop(0).launching()
 
@@ -169,7 +180,7 @@ class BucketQueue:
         self.observers.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
-        """Wait for a bucket; write averages, not ``untouched`` ones, to ``.grad``."""
+        """Wait for a bucket, and write its averages to ``.grad``."""
         bucket.factor = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
@@ -183,7 +194,7 @@ class BucketQueue:
     # -- other buckets, another group --------------------------------------------------
 
     def configure(self, config: ReducerConfig) -> Layout:
-        """Use ``config`` from now on; return its first layout: the caller adopts it."""
+        """Use other options from now on; return their first layout, for `adopt`."""
         self.config = config
         # A static graph exchanges it in one backward only.
         self.used_map.exchange.uses_forward_group = config.static_graph
@@ -194,9 +205,10 @@ class BucketQueue:
         return initial_layout(self.specs, limits)
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
-        """Replace all buckets by new ones of ``layout``; move gradient views there.
+        """Replace all buckets by those of a layout, and move gradient views there.
 
-        Waits for exchanges. With ``shares`` a collective: in shared memory if all can.
+        With ``shares`` the new ones are in shared memory if all ranks can. To find that
+        out all ranks must call it together, and they wait for each other.
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
         for each in self.exchanges:
@@ -230,10 +242,10 @@ class BucketQueue:
             each.settle()
 
     def reset(self, group: ProcessGroup) -> None:
-        """Move to ``group``; the caller adopts new buckets.
+        """Move to a process group, for which the caller adopts new buckets.
 
-        Resets the communicator. Drops, without waiting, collectives in flight and
-        futures in `owed`. A comm hook whose state is the old group gets the new one.
+        Collectives that are in flight, and futures that a comm hook owes, are dropped
+        without waiting. A comm hook whose state is the old group gets the new one.
         """
         hook = self.averaging.comm_hook
         if hook is not None:

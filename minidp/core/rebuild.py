@@ -1,4 +1,10 @@
-"""Rebuild buckets once, in the order in which gradients became ready on rank 0."""
+"""Rebuild buckets once, in the order in which gradients became ready on rank 0.
+
+The first buckets are filled from the last parameter to the first, which is a guess. A
+gradient that comes later than guessed keeps its bucket, and all buckets after it, from
+being launched. So after the first backward buckets are made anew in the real order; it
+must be the same on all ranks, and rank 0's is taken.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +17,10 @@ from minidp.layout import Layout, ParamSpec, build_layout, rebuilt_layout, to_pl
 
 
 class RebuildPolicy:
-    """Keep a ready order; let the next forward rebuild the buckets in it, only once.
+    """Keep an order of gradients, and let the next forward rebuild the buckets in it.
 
-    `reset` allows another rebuild. No rebuild if ``saved`` was saved after one.
+    This happens once; `reset` allows it once more. A ``saved`` layout that was rebuilt
+    already is not rebuilt again.
     """
 
     def __init__(self, saved: SavedLayout | None = None) -> None:
@@ -24,20 +31,21 @@ class RebuildPolicy:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next forward in grad mode rebuilds; equal on all ranks."""
+        """Whether the next forward in grad mode rebuilds. All ranks agree on it."""
         return self._order is not None
 
     def keep(self, order: list[int]) -> None:
-        """Keep ``order``, so that the next forward rebuilds; no-op after a rebuild."""
+        """Keep an order for the next forward, unless buckets were rebuilt already."""
         if not self.has_rebuilt:
             self._order = order
 
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the next backward's layout as plain data: ``now``, or a due rebuild's.
+        """Return the layout of the next backward as plain data, for a checkpoint.
 
-        The latter by this rank's ready order; rank 0's is the one that all will use.
+        It is the present one, ``now``, unless a rebuild is due. That will follow the
+        order of rank 0, so only there is this the layout that all ranks will use.
         """
         if self._order is not None:
             now = layout_after(self._order, specs, config)
@@ -45,15 +53,15 @@ class RebuildPolicy:
         return to_plain(now, specs, rebuilt=rebuilt)
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Return the layout for the kept order; drop that order, set `has_rebuilt`."""
+        """Return the layout for the order that was kept, which is used up by this."""
         order, self._order = self._order or [], None
         self.has_rebuilt = True
         return layout_after(order, specs, config)
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Drop the kept order, and allow another rebuild.
+        """Forget the order, and allow another rebuild.
 
-        If the saved layout was rebuilt already: only with ``rebuilds_again``.
+        Of a saved layout that was rebuilt already, only ``rebuilds_again`` allows it.
         """
         self.has_rebuilt = self._starts_rebuilt and not rebuilds_again
         self._order = None
@@ -62,7 +70,7 @@ class RebuildPolicy:
 def layout_after(
     order: Sequence[int], specs: Sequence[ParamSpec], config: ReducerConfig
 ) -> Layout:
-    """Return the layout whose buckets fill up in the ready order ``order``."""
+    """Return the layout whose buckets become full in this order of gradients."""
     limits = config.caps.rebuilt_limits()
     return rebuilt_layout(specs, limits, order, from_the_end=config.last_is_small)
 
@@ -70,7 +78,10 @@ def layout_after(
 def agreed_layout(
     mine: Layout, specs: Sequence[ParamSpec], communicator: Communicator
 ) -> Layout:
-    """Collective, waits: broadcast rank 0's ``mine``; return that on every rank."""
+    """Return the layout of rank 0 on every rank.
+
+    All ranks of the group must call it together; they wait for each other.
+    """
     with communicator.blocking("broadcasting the bucket layout"):
         device, group = specs[0].device, communicator.group
         # Rank 0's broadcast can end before other ranks start theirs. If these then
@@ -81,14 +92,18 @@ def agreed_layout(
 
 
 def encode_layout(layout: Layout) -> list[int]:
-    """Return all indices in bucket order, then as many bucket lengths, 0-padded."""
+    """Return a layout as integers, equally many for each layout of these parameters.
+
+    All parameters come first, in bucket order, then as many lengths of buckets, filled
+    up with zeros.
+    """
     lengths = [len(members) for members in layout.assignment]
     padding = [0] * (layout.num_params - len(lengths))
     return [i for members in layout.assignment for i in members] + lengths + padding
 
 
 def decode_layout(message: Sequence[int], specs: Sequence[ParamSpec]) -> Layout:
-    """Return the layout of ``specs`` from what `encode_layout` returned."""
+    """Return the layout that `encode_layout` has encoded."""
     half = len(message) // 2
     rest = iter(message[:half])
     lengths = filter(None, message[half:])

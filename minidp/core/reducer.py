@@ -55,9 +55,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _failing(method: Method) -> Method:
-    """Wrap a method: if it raises, call `Reducer.fail`, and raise the error again.
+    """Let a method that raises put its reducer into FAILED, and raise the error again.
 
-    The error is logged, too, if RPC is up.
+    If RPC is up the error is logged, too, because distributed autograd raises another
+    one, without its text.
     """
 
     @autograd.untraced
@@ -70,7 +71,7 @@ def _failing(method: Method) -> Method:
             raise error.with_traceback(None) from None  # where we wait says nothing
         except BaseException as error:
             self.fail(error)
-            if autograd.is_rpc_up():  # distributed autograd raises without the text
+            if autograd.is_rpc_up():
                 logger.error("%s", self.failure)
             if isinstance(error, MiniDPError):  # our frames say less than its text
                 raise error.with_traceback(None)  # noqa: B904 -- its own cause stays
@@ -80,10 +81,17 @@ def _failing(method: Method) -> Method:
 
 
 class Reducer:
-    """Reduce the gradients of one replica; knows no module and no optimizer.
+    """Average the gradients of one replica. It knows no module and no optimizer.
 
-    The constructor allocates buckets and attaches a grad hook to each of ``params``,
-    whose index is their key. Without ``rebuild_policy`` buckets are rebuilt once.
+    The constructor allocates buckets, and attaches a grad hook to each parameter.
+
+    Args:
+        params: The parameters whose gradients are averaged, equally ordered on all
+            ranks. Everything in the core goes by their index.
+        specs: What the layout has to know of each of them.
+        config: The options.
+        communicator: The process group and its time limit.
+        rebuild_policy: When to rebuild buckets; by default once.
     """
 
     def __init__(
@@ -139,9 +147,10 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Enter ARMED: the next backward reduces. Hook ``output`` to see it begin.
+        """Let the next backward reduce: enter ARMED; hook the output to see it begin.
 
-        May search the graph. With `shares_reach` a collective, which may wait.
+        It may search the graph. With ``skip_all_reduce_unused_params`` all ranks must
+        call it together, because they exchange what their forwards have reached.
         """
         self.phase.enter(Phase.ARMED)
         self.queue.store.note_forward()
@@ -153,7 +162,10 @@ class Reducer:
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
-        """Collective if a rebuild is due: wait for rank 0's layout, use new buckets."""
+        """Use new buckets if a rebuild is due, by the layout of rank 0.
+
+        All ranks must call it together; a rebuild is due on all of them or on none.
+        """
         if self.rebuild_policy.is_due:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
             # Also if it is equal, as torch does: last bits change (see `kernels`).
@@ -161,7 +173,7 @@ class Reducer:
             self.adopt(agreed, shares=True)
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
-        """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
+        """Replace the buckets. With ``shares`` all ranks must call it together."""
         self.pending.adopt(())  # frees the old buckets before new ones take memory
         with autograd.outside():
             self.queue.adopt(layout, shares=shares)
@@ -171,11 +183,18 @@ class Reducer:
 
     @_failing
     def admit(self, i: int) -> bool:
-        """Open (ARMED), resume (PAUSED) a backward; return True if the hook records it.
+        """Say what to do with a gradient that its hook may not record by itself.
 
-        False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
-        local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it,
-        or under compiled autograd.
+        The first gradient of a backward opens it (ARMED), or resumes it (PAUSED).
+
+        Returns:
+            True if the hook shall record the gradient as usual. False if that was done
+            here, or it was only counted (static graph), or it is local (IDLE,
+            FINALIZING, FAILED).
+
+        Raises:
+            GradientError: The mode does not expect this gradient, or autograd is
+                compiled.
         """
         autograd.refuse_compiled(self.rank)
         with self._lock:
@@ -206,7 +225,6 @@ class Reducer:
         return self.params[i].grad is not None or self.queue.store.has_gradient(i)
 
     def _take(self, i: int) -> None:
-        """Do with a gradient that arrives what the mode decides."""
         queue, pending = self.queue, self.pending
         number = pending.bucket_of[i]
         arrival = Arrival(
@@ -230,9 +248,10 @@ class Reducer:
             raise self.expected.twice(self.rank, self.names[i])
 
     def _open(self, first: int) -> None:
-        """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
+        """Enter REDUCING, in the hook of the first gradient.
 
-        May wait for ranks.
+        Gradients that this rank predicts to be missing are filled in at once, which may
+        launch buckets. It may wait for what other ranks say they have reached.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
@@ -258,7 +277,7 @@ class Reducer:
             self.pending.fill_missing(i, travels=travels)
 
     def _record(self, i: int) -> None:
-        """Trace, copy and record a gradient; complete its bucket if now full."""
+        """Record a gradient, tell observers of it, and complete its bucket if full."""
         pending, queue = self.pending, self.queue
         queue.observers.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
@@ -272,10 +291,10 @@ class Reducer:
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
-        """Flatten full bucket ``number``; launch buckets whose turn has come.
+        """Flatten a bucket that is full, and launch the buckets whose turn has come.
 
-        After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (or call it: `Mode.finishes_at_once`).
+        After the last bucket a shared used-map is launched, and `_finalize` is queued
+        for the end of the backward (or called, with `Mode.finishes_at_once`).
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         with self._lock:
@@ -295,13 +314,13 @@ class Reducer:
 
     @_failing
     def refuse_compiled(self) -> None:
-        """Raise GradientError under compiled autograd, also if no gradient arrives."""
+        """Raise a GradientError under compiled autograd, even if no gradient comes."""
         autograd.refuse_compiled(self.rank)
 
     # -- a backward ends ---------------------------------------------------------------
 
     def expect_end(self) -> None:
-        """Queue `end_now` for this task's end, only once; if ARMED, tell observers."""
+        """Queue `end_now` for the end of this graph task, once."""
         task = autograd.current_task()
         if task in self._tasks:
             return
@@ -314,10 +333,12 @@ class Reducer:
 
     @_failing
     def end_now(self, task: int = autograd.NO_TASK) -> None:
-        """Handle missing gradients if ``task`` was the last running graph task.
+        """Do what is to be done about missing gradients, at the end of a backward.
 
-        If none arrived, tell observers. Else fill them in, which launches the remaining
-        buckets, or enter PAUSED until another backward brings them. Does not wait.
+        If this was the last graph task that ran, the missing gradients are filled in,
+        which launches the remaining buckets. If the mode does not allow that, the phase
+        is PAUSED, until another backward brings them. If no gradient has come at all,
+        observers are told. Nothing is waited for.
         """
         with self._lock:
             self._tasks.pop(task, None)
@@ -338,7 +359,13 @@ class Reducer:
                 self.pending.pause()
 
     def _fill_in_missing(self) -> None:
-        """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
+        """Contribute ``.grad``, or zeros, for each missing gradient.
+
+        This launches the remaining buckets.
+
+        Raises:
+            GradientError: The module was cast or moved, so that hooks are lost.
+        """
         missing = self.pending.missing()
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
@@ -348,21 +375,24 @@ class Reducer:
             self.pending.fill_missing(i)
 
     def launch_used_map(self) -> None:
-        """Collective: start to exchange which parameters this rank used.
+        """Start to exchange which parameters this rank has used.
 
-        Does nothing if that has been started in this backward already.
+        All ranks do so once in each backward. Further calls do nothing.
         """
         used = self.pending.used() | self.ledger.used_locally
         with autograd.outside():
             self.queue.used_map.launch(used)
 
     def _untouched(self) -> Collection[int]:
-        """Return parameters whose ``.grad`` this reduction must not write.
+        """Return the parameters whose ``.grad`` must stay as they are.
 
-        No rank has used them. If this rank missed any, it may wait for the others to
-        say what they used. GradientError if other ranks used a parameter that is frozen
-        here; GraphChangedError if a later backward of a static graph uses one that the
-        first has not used.
+        No rank has used them. If this rank has missed any, it may wait for the others
+        to say what they have used.
+
+        Raises:
+            GradientError: Other ranks have used a parameter that is frozen here.
+            GraphChangedError: A later backward of a static graph uses a parameter that
+                the first one has not used.
         """
         kept = self.expected.kept
         if not self.expected.shares_used_map:
@@ -388,12 +418,12 @@ class Reducer:
 
     @torch.no_grad()
     def finalize_now(self) -> None:
-        """End the backward if `awaits_user`: wait, write averages; return to IDLE."""
+        """End a backward for which the user has to ask, as `awaits_user` says."""
         self._finalize()
 
     @_failing
     def _finalize(self) -> None:
-        """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
+        """Wait for all buckets, write averages to ``.grad``, and return to IDLE."""
         observers, expected = self.queue.observers, self.expected
         if observers.is_timed:
             observers.enter(StepEvent.FINALIZE_BEGIN)
@@ -419,11 +449,11 @@ class Reducer:
             observers.enter(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
-        """Raise GradientError if this backward is also ``other``'s, and one has views.
+        """Raise a GradientError if this backward is also another one's, with views.
 
-        The ``.grad`` that the one reads or writes is then a bucket of the other, which
-        travels meanwhile. ``shared``: parameters of both; one of them must have arrived
-        here and there.
+        With gradient views the ``.grad`` that one reads or writes is a bucket of the
+        other, which travels meanwhile. It is an error only if a parameter of both
+        (``shared``) has brought a gradient here and there.
         """
         has_views = any(
             each.queue.config.gradient_as_bucket_view for each in (self, other)
@@ -438,7 +468,8 @@ class Reducer:
     def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
         """Return which of the ``shared`` parameters have brought a gradient so far.
 
-        All, if the mode fills in whatever arrived (the first one of a static graph).
+        The first backward of a static graph only counts what comes, and fills in
+        everything at its end, so that there "filled in" does not mean missing.
         """
         entries, filled = self.pending.entries, self.pending.filled
         if self.expected.finishes_at_once:
@@ -455,11 +486,18 @@ class Reducer:
     def reduce(
         self, grads: Sequence[torch.Tensor | None], used: Collection[int] | None
     ) -> Collection[int]:
-        """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
+        """Average gradients over the ranks into ``.grad``, without a backward; wait.
 
-        Counts as a synchronised backward; `BucketQueue.start` comes before. ``used``:
-        indices of parameters that this rank used, to tell the other ranks; None: ranks
-        exchange no usage. Return the indices whose ``.grad`` was left unchanged.
+        All ranks must call it together, after `BucketQueue.start`. It counts as a
+        synchronised backward.
+
+        Args:
+            grads: A gradient for each parameter, or None for zeros.
+            used: The parameters that this rank has used, by index, which the other
+                ranks are told. With None nothing of this is exchanged.
+
+        Returns:
+            The indices of the parameters whose ``.grad`` was left unchanged.
         """
         queue, expected = self.queue, self.expected
         used_map = queue.used_map if expected.shares_used_map else queue.given_map
@@ -484,7 +522,7 @@ class Reducer:
     # -- failure -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Enter FAILED; close `pending`; store ``error``'s text, tell other ranks."""
+        """Enter FAILED because of this error, and tell the other ranks of it."""
         self.phase.enter(Phase.FAILED)
         self.pending.close()
         # Collectives that may never finish: keep their group alive.
@@ -495,7 +533,7 @@ class Reducer:
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Enter IDLE on ``group``, with new buckets; reset ledger; keep ``.grad``."""
+        """Begin anew on a process group, with new buckets; ``.grad`` stays."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
@@ -512,7 +550,7 @@ _alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
-    """Return the graph tasks that still run; ``tasks``: weak end callbacks by task."""
+    """Return the graph tasks that still run: those whose end callback is alive."""
     return [task for task, end in tasks.items() if end() is not None]
 
 
@@ -524,7 +562,7 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe."""
+    """Call `Reducer.expect_end`, if the reducer still exists: the probe of outputs."""
     reducer = reference()
     if reducer is not None:
         reducer.refuse_compiled()

@@ -1,4 +1,8 @@
-"""Check the constructor's arguments, in torch's order, without communication."""
+"""Check the constructor's arguments, in torch's order, without communication.
+
+A rank whose arguments are refused must not leave the others waiting. So all checks are
+made before anything is sent, and the constructor then tells the others why it leaves.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,8 @@ _OTHER_FLAGS = (
 def suggesting(init: Callable[Given, None]) -> Callable[Given, None]:
     """Let a constructor's error about an unknown argument name the one that was meant.
 
-    Python's own error does so from 3.13 on. A typo in an option must not be searched
-    for in a table: ``hang_timout=3``.
+    Nobody should have to search a table for a typo such as ``hang_timout=3``. Python's
+    own error names it from 3.13 on.
     """
     known = list(inspect.signature(init).parameters)
 
@@ -73,10 +77,10 @@ def suggesting(init: Callable[Given, None]) -> Callable[Given, None]:
 
 
 def keep(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the constructor's options in a namespace, from ``__init__``'s locals().
+    """Return the options of the constructor, from its ``locals()``, in a namespace.
 
-    Without self, module, dim, process_group, device_mesh. An iterator in
-    ``delay_all_reduce_named_params`` becomes a list: copies read it again.
+    The arguments that a copy does not take over are left out. An iterator in
+    ``delay_all_reduce_named_params`` becomes a list, because copies read it again.
     """
     given = {name: values[name] for name in values if name not in _NOT_KEPT}
     pairs = given["delay_all_reduce_named_params"]
@@ -86,9 +90,9 @@ def keep(values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 class Devices(NamedTuple):
-    """Hold the checked device arguments, and the device of the first parameter."""
+    """The checked device arguments, and the device of the first parameter."""
 
-    device_ids: list[int] | None  # None: inputs are not moved to `device`
+    device_ids: list[int] | None  # with None, inputs are not moved to `device`
     output_device: int | None  # for logging only: outputs are not moved
     device: torch.device  # of the first parameter
     is_multi_device: bool
@@ -96,7 +100,7 @@ class Devices(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold checked constructor arguments, of which `parts.build` makes the parts."""
+    """The checked arguments of the constructor, of which `parts.build` makes parts."""
 
     replica: Replica
     devices: Devices
@@ -107,10 +111,7 @@ class Arguments:
 
     @property
     def compared(self) -> dict[str, object]:
-        """Options to compare between ranks, by the names that errors give them.
-
-        `Replication.start` compares them, as texts; here nothing is sent.
-        """
+        """The options that must be equal on all ranks, under their names in errors."""
         config = self.config
         return {
             "find_unused_parameters": config.find_unused_parameters,
@@ -127,11 +128,13 @@ class Arguments:
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Validate what `keep` returned; return it with the module sorted into a `Replica`.
+    """Validate what `keep` has returned, and the module.
 
-    Communicates nothing. Reads the file of ``bucket_layout``, and the environment.
-    TypeError, ValueError or RuntimeError for a bad argument or module, as torch where
-    torch refuses it, too; warns of what torch deprecates.
+    This reads the file of ``bucket_layout``, and warns of what torch deprecates.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: An argument or the module is bad. Where
+            torch refuses it, too, the class of the error is torch's.
     """
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
@@ -186,8 +189,8 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
 def _flag(name: str, value: object) -> bool:
     """Return a flag as a bool, by the rule of torch's own constructor.
 
-    That takes whatever is true or false by itself: numbers, numpy's bools, tensors with
-    one element, None. A text is neither: "no" would count as true.
+    Torch takes whatever is true or false by itself: numbers, numpy's bools, tensors of
+    one element, None. A text is refused here, because "no" would count as true.
     """
     if value is not None and not hasattr(type(value), "__bool__"):
         raise TypeError(
@@ -223,11 +226,12 @@ def _warn_of_wrappers_inside(module: nn.Module) -> None:
 
 
 def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
-    """Return ``delay_all_reduce_named_params`` as a dict; {} for None.
+    """Return ``delay_all_reduce_named_params`` as a dict, which is empty for None.
 
-    ValueError if it is given without ``param_to_hook_all_reduce``, or that alone; the
-    latter has no other effect. TypeError unless the former has pairs (name, Parameter),
-    and the latter is a tensor.
+    Raises:
+        ValueError: Only one of it and ``param_to_hook_all_reduce`` is given.
+        TypeError: It does not consist of pairs (name, parameter), or the other argument
+            is no tensor.
     """
     delayed, until = given.delay_all_reduce_named_params, given.param_to_hook_all_reduce
     if (delayed is None) != (until is None):
@@ -253,10 +257,7 @@ def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
 
 
 def some_device(module: object) -> torch.device:
-    """Return a device for sending a failed check's error to the other ranks.
-
-    The first parameter's that is not meta; else GPU if present, or CPU.
-    """
+    """Return a device on which to send the other ranks the error of a failed check."""
     params = module.parameters() if isinstance(module, nn.Module) else ()
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return next((param.device for param in params if not param.is_meta), default)
@@ -265,9 +266,11 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return the given group, the group of a 1-D mesh, or (both None) the default.
+    """Return the given group, that of a mesh, or the default group without either.
 
-    RuntimeError for both, or a mesh of more dimensions; TypeError for other objects.
+    Raises:
+        RuntimeError: Both are given, or the mesh has several dimensions.
+        TypeError: An argument is something else.
     """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
@@ -298,7 +301,7 @@ def choose_group(
 def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make a module's DTensor parameters local tensors, except during its forward.
 
-    No-op unless ``mesh`` is a slice of a larger mesh.
+    This is done only if the mesh is a slice of a larger one.
     """
     if mesh._get_root_mesh() != mesh:
         ddp: Any = importlib.import_module("torch.distributed.tensor.parallel.ddp")

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with every tensor and packed sequence in it on ``device``.
+    """Return a value with every tensor and packed sequence in it on a device.
 
     Tuples, lists and dicts are copied, nested ones too. Other objects are returned as
     they are.

@@ -1,4 +1,9 @@
-"""Average over items: the methods of `DataParallel` for ``average_over="items"``."""
+"""Average over items: the methods of `DataParallel` for ``average_over="items"``.
+
+The mean over all items is the sum of all losses' gradients divided by the number of all
+items. A rank knows its own number only, and so says it here; the reducer adds them up
+(`minidp.core.item_counts`) and divides.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +38,27 @@ Number = float | Tensor
 
 
 @untraced
-def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> None:
-    """Add ``n`` items to this step; call backward() on their *sum* of losses.
+def count_items(  # noqa: D417 -- self: a method
+    self: DataParallel, n: Number, loss: Number | None = None
+) -> None:
+    """Add items to this step, on whose *sum* of losses you then call ``backward()``.
 
-    Call it once per micro-batch, before its backward, inside or outside ``no_sync()``.
-    The next synchronised backward divides all gradients by the items of all ranks and
-    micro-batches. A rank without items says 0. A negative ``n`` takes items back, of a
-    micro-batch that gets no backward.
+    Call it once for each micro-batch, before its backward, inside or outside
+    ``no_sync()``. The next synchronised backward divides all gradients by the number of
+    items of all ranks and micro-batches. Nothing is counted under ``no_grad()``,
+    because no backward follows an evaluation.
 
-    ``n`` counts tokens, pixels, samples ...: an int, a float, or a tensor of one number
-    of any real dtype. A tensor on a GPU is not read on the host. ``loss`` is this
-    micro-batch's loss, the sum, for ``item_totals.mean_loss``; it is only read. Nothing
-    is counted under ``no_grad()``: no backward follows an evaluation.
+    Args:
+        n: How many items (tokens, pixels, samples ...): an int, a float, or a tensor of
+            one number of any real dtype. A tensor on an accelerator is not read on the
+            host. A rank without items says 0. A negative number takes items back, for a
+            micro-batch that gets no backward after all.
+        loss: The summed loss of this micro-batch, for ``item_totals.mean_loss``. It is
+            only read.
 
     Raises:
-        RuntimeError: constructed without ``average_over="items"``, or this step's
-            counts have been sent.
+        RuntimeError: The model averages over ranks, or the counts of this step are on
+            their way already.
         TypeError: ``n`` or ``loss`` is no real number.
     """
     counts = _counts(self, "count_items")
@@ -57,18 +67,27 @@ def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> No
 
 
 @untraced
-def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
-    """Count ``n`` items whose *mean* loss is ``loss``; return ``loss * n``.
+def weigh_loss(  # noqa: D417 -- self: a method
+    self: DataParallel, loss: Tensor, n: Number
+) -> Tensor:
+    """Count items with a *mean* loss; return ``loss * n``, to call ``backward()`` on.
 
-    Call backward() on what is returned. With ``n`` = 0 that is 0, and each parameter
-    that ``loss`` depends on gets a gradient of zeros, even if the mean of nothing is
-    NaN, or its gradient is: the graph of ``loss`` does not run (reentrant checkpoints
-    do, with zeros). A tensor ``n`` on an accelerator is not read on the host, so there
-    the graph runs, and zeros replace the gradients of the module's outputs: what the
-    module itself computes must be finite then, or ``n`` a number.
+    If ``n`` is 0, the result is 0, and each parameter on which the loss depends gets a
+    gradient of zeros, even if the mean of nothing is NaN, or its gradient is. For that
+    the graph of the loss does not run (reentrant checkpoints do, with zeros). But a
+    tensor ``n`` on an accelerator is not read on the host. There the graph runs, and
+    zeros replace the gradients of the module's outputs; so what the module itself
+    computes must be finite, or ``n`` a number.
 
-    ``loss`` is one floating-point number; all else is as in `count_items`. Under
-    ``no_grad()`` return ``loss``.
+    Args:
+        loss: The mean loss of this micro-batch, a tensor of one floating-point number.
+        n: How many items, as in `count_items`.
+
+    Returns:
+        The tensor ``loss * n``; under ``no_grad()`` the loss itself.
+
+    Raises:
+        RuntimeError, TypeError: see `count_items`.
     """
     counts = _counts(self, "weigh_loss")
     if not torch.is_grad_enabled():
@@ -91,7 +110,7 @@ def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
 
 
 def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
-    """Return a gradient of zeros for ``leaf``; ``sparse``: ids of those with sparse."""
+    """Return a gradient of zeros for a leaf; ``sparse`` has the ids of sparse ones."""
     if id(leaf) not in sparse:
         return torch.zeros_like(leaf)
     return torch.sparse_coo_tensor(
@@ -103,15 +122,17 @@ def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
 
 
 def item_totals(self: DataParallel) -> ItemTotals:
-    """Return how many items the last synchronised backward averaged, and the mean loss.
+    """How many items the last synchronised backward averaged, and their mean loss.
 
-    ``count`` and ``mean_loss``, of all ranks (NaN if a rank with items gave no loss):
-    float64 tensors of shape (); ``of_ranks``: items of each rank, float64. They are on
-    the gradients' device; no rank waits before ``.item()``.
+    All are float64 tensors on the device of the gradients; nothing waits before you
+    call ``.item()``. ``count`` and ``mean_loss``, of shape (), are of all ranks and
+    micro-batches. ``mean_loss`` is NaN if a rank with items gave no loss. ``of_ranks``,
+    of shape (ranks,), has the items of each rank.
 
     Raises:
-        UnavailableError: no such backward yet, or no ``average_over="items"``. It is an
-            AttributeError, so that ``hasattr`` is False then.
+        UnavailableError: No synchronised backward has averaged over items yet, or the
+            model averages over ranks. It is an AttributeError, too, so that ``hasattr``
+            is False.
     """
     totals = _counts(self, "item_totals", UnavailableError).totals
     if totals is None:
@@ -127,10 +148,11 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Count a forward that ended; have its backward call `ItemCounts.look` first.
+    """Count a forward that has ended, and have its backward call `ItemCounts.look`.
 
-    `look` notes ``.grad`` that hold averages: if the backward adds to them, that is an
-    error later. No-op unless averaging over items.
+    `look` notes which ``.grad`` hold averages. If the backward adds to one of them, the
+    sum is no mean over items, which is an error later. If the model averages over
+    ranks, nothing is done.
     """
     items = reducer.queue.averaging.items
     if items is None:
@@ -150,7 +172,7 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
 
 
 def _clean_grads_of(node: Node, items: ItemCounts) -> None:
-    """Replace gradients that reach ``node`` from losses weighed by 0, by zeros."""
+    """Put zeros in place of gradients that reach a node from losses weighed by 0."""
 
     @untraced
     def clean(grads: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -162,7 +184,7 @@ def _clean_grads_of(node: Node, items: ItemCounts) -> None:
 def _counts(
     ddp: DataParallel, name: str, kind: type[RuntimeError] = RuntimeError
 ) -> ItemCounts:
-    """Return the wrapper's item counts; an error ``kind``, naming ``name``, if none."""
+    """Return the counts of a wrapper; raise an error of this kind if it has none."""
     items = ddp._reducer.queue.averaging.items
     if items is None:
         raise kind(

@@ -1,8 +1,9 @@
 """Uneven inputs: ranks without inputs keep joining the collectives of the others.
 
-Inside ``join()`` every forward of an active rank begins with a small all-gather: each
-rank announces its next step. A rank that has *joined* (ran out of inputs) announces
-nothing, reads what the others do, and takes part in it::
+A collective needs all ranks, so a rank that has run out of inputs cannot simply stop.
+Inside ``join()`` every forward of an active rank begins with a small all-gather, in
+which each rank announces its next step. A rank that has *joined* (has run out of
+inputs) announces nothing, reads what the others do, and takes part in it::
 
     active   announce | rebuild | module buffers | forward | backward: buckets, used-map
     joined   read     | rebuild | module buffers |           zeros:    buckets, used-map
@@ -30,25 +31,26 @@ if TYPE_CHECKING:
 
 
 class StepAnnouncement(NamedTuple):
-    """Hold what one rank's forward will do, as ranks exchange it before each forward.
+    """What a rank's next forward will do, as the ranks exchange it before each one.
 
-    All ranks act on each field's maximum. Ranks that ran out of inputs send the
-    defaults. Ranks with inputs must agree on ``reduces``, see `_agree`.
+    All ranks act on the maximum of each field. Ranks that have run out of inputs send
+    the defaults. Ranks with inputs must agree on ``reduces`` (`_agree`).
     """
 
     root: int = -1  # a rank with inputs: the highest one broadcasts module buffers
     rebuilds: int = 0  # 1: it rebuilds buckets
     broadcasts: int = 0  # 1: it broadcasts module buffers
-    reduces: int = 0  # 1: gradients, in the backward after it
+    reduces: int = 0  # 1: the backward after it averages gradients
 
 
 @contextmanager
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
-    """Run the block in torch's ``Join`` with these ``options``, then `stop_joining`.
+    """Run the block in torch's ``Join`` with these options.
 
-    After the block ``Join`` lets this rank shadow the others until all ran out. Any
-    exception marks the group as failed (if ``enable``), so that `reset` replaces it.
-    One after it becomes a CollectiveError, unless ``throw_on_early_termination``.
+    After the block ``Join`` lets this rank shadow the others until all have run out.
+    With ``enable``, any exception marks the group as failed, so that `reset` replaces
+    it: other ranks may be inside a collective. An exception while this rank shadows the
+    others becomes a CollectiveError, unless ``throw_on_early_termination``.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
@@ -67,7 +69,7 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
 
 
 def stop_joining(ddp: DataParallel) -> None:
-    """End join mode on this rank: forwards announce nothing; average over all ranks."""
+    """End join mode on this rank, so that forwards announce nothing any more."""
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None
@@ -75,11 +77,20 @@ def stop_joining(ddp: DataParallel) -> None:
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
-    """Collective: announce a forward in ``join()`` and what it will do; wait.
+    """Announce a forward in ``join()``, wait for the other ranks, and agree with them.
 
-    Ranks that ran out of inputs take part by `Shadow.main_hook`. ``does``: values of
-    `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the rank whose module
-    buffers are to be broadcast. Sets averages' divisor, and raises, as `_agree`.
+    All ranks with inputs must call it together. Those that have run out take part in
+    `Shadow.main_hook`.
+
+    Args:
+        ddp: The wrapper.
+        does: The fields of `StepAnnouncement` but ``root``.
+
+    Returns:
+        The rank whose module buffers are to be broadcast.
+
+    Raises:
+        CollectiveError: see `_agree`.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
@@ -89,12 +100,15 @@ def announce(ddp: DataParallel, **does: bool) -> int:
 
 
 def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
-    """Collective: exchange the ranks' announcements; return each field's maximum.
+    """Exchange the ranks' announcements, and return the maximum of each field.
 
-    If some rank reduces, set the number of ranks to average over: all, or with
-    divide_by_initial_world_size=False those that reduce. CollectiveError on all ranks
-    if only some of those with inputs will reduce. ``mine``: this rank's. The guard
-    gets to know which ranks have inputs, since only these make steps.
+    All ranks must call it together. If some ranks reduce, it also sets over how many
+    ranks to average: all, or with ``divide_by_initial_world_size=False`` those that
+    reduce. The guard gets to know which ranks have inputs, because only these make
+    steps.
+
+    Raises:
+        CollectiveError: Only some of the ranks with inputs will reduce. All raise it.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -117,11 +131,14 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 
 
 class Shadow(JoinHook):
-    """What ``Join`` calls on a rank that ran out of inputs, so that the others go on.
+    """What ``Join`` calls on a rank that has run out of inputs, so the others go on.
 
-    `DataParallel.join_hook` makes one on each rank, as join() begins. The constructor
-    stores ``divide_by_initial_world_size`` in ``ddp``, and drops a checksum of replicas
-    that is under way. RuntimeError with a buffer hook.
+    `DataParallel.join_hook` makes one on each rank when ``join()`` begins. A comparison
+    of replicas that is under way is dropped.
+
+    Raises:
+        RuntimeError: The user has registered a hook for module buffers, in whose
+            collectives a rank without inputs could not take part.
     """
 
     def __init__(
@@ -140,13 +157,14 @@ class Shadow(JoinHook):
         ddp._has_begun_join = True
         ddp._replication.postpone_comparison()
         self._ddp = ddp
-        # This rank's parameters, their gradients, copies of these; None: not set aside.
+        # This rank's parameters, their gradients, and copies of these, once set aside.
         self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
 
     def main_hook(self) -> None:
-        """Collective: take part in one forward and backward of the ranks with inputs.
+        """Take part in one forward and backward of the ranks with inputs.
 
-        If theirs do: rebuild, receive buffers, reduce zeros; ``.grad`` then gets their
+        It must be called while they run these. As theirs do, it rebuilds buckets,
+        receives module buffers, and reduces, but with zeros. ``.grad`` gets their
         averages, for optimizers that join, too. The first call that reduces keeps
         copies of this rank's own ``.grad``, for `post_hook`.
         """
@@ -167,12 +185,13 @@ class Shadow(JoinHook):
 
     @torch.no_grad()
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
-        """Collective: restore own gradients, copy a last joiner's state, end join mode.
+        """Make the replicas equal again, and end join mode.
 
-        All ranks call it once all have run out. Own gradients: those that `main_hook`
-        kept. State: parameters, and module buffers if forwards broadcast them; if ranks
-        made unequal numbers of steps, also optimizers. Of several last ranks
-        (``is_last_joiner``), the highest one sends it.
+        All ranks must call it together, after all have run out. They get the state of a
+        rank that ran out last; if there are several, of the highest. That is its
+        parameters, its module buffers if forwards broadcast them, and its optimizers if
+        ranks have made unequal numbers of steps. This rank's own gradients, which
+        `main_hook` has kept, return to ``.grad``.
         """
         ddp = self._ddp
         if self._own is not None:

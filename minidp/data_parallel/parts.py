@@ -1,8 +1,8 @@
 """Build the parts of a `DataParallel`: of a new one, or of a copy.
 
-A copy (deepcopy, pickle) starts without comm hook and ``step_in_backward``. Its buckets
-are in registration order, or as ``bucket_layout`` says. Nothing here communicates: some
-ranks alone may copy.
+A copy (by deepcopy or pickle) starts without a comm hook and ``step_in_backward``. Its
+buckets are in registration order, or as ``bucket_layout`` says. Nothing here
+communicates, because one rank alone may make a copy.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ if TYPE_CHECKING:
 def build(
     checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
 ) -> tuple[Reducer, Guard, Replication]:
-    """Create and connect reducer, guard and replication; runs no collective.
+    """Create and connect reducer, guard and replication, without communication.
 
-    Hooks the parameters and ``Optimizer.step``; starts a heartbeat in the store.
-    ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
-    checks; "unsynced" (``init_sync=False``): all but those at construction; "copy": no
-    check_replicas_every="auto" and no heartbeat, as other ranks may have no such copy.
+    This hooks the parameters and ``Optimizer.step``, and starts a heartbeat in the
+    store.
+
+    Args:
+        checked: The arguments of the constructor.
+        group: The process group.
+        ignored: The names on the module's ignore list.
+        kind: ``verify.WRAPPED`` for all checks; "unsynced" (``init_sync=False``) for
+            all but those at construction. A "copy" has no
+            ``check_replicas_every="auto"`` and no heartbeat, because other ranks may
+            have no such copy.
     """
     trim_tracebacks(MiniDPError)
     config, replica, own = checked.config, checked.replica, checked.own
@@ -75,10 +82,10 @@ def build(
 def explain_other_names(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> str:
-    """Return why a wrapper finds none of its names in a checkpoint, or "".
+    """Say why a wrapper finds none of its names in a checkpoint, or "".
 
-    ``prefix`` is the wrapper's own place in ``state_dict``. A text only if the names
-    without "module.", or with something more in front, are those of the module.
+    It is known if the names are those of the module without "module.", or with
+    something more in front. ``prefix`` is the wrapper's own place in ``state_dict``.
     """
     own = f"{prefix}module."
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
@@ -103,10 +110,11 @@ def explain_other_names(
 
 
 def portable_state(ddp: DataParallel) -> dict[str, Any]:
-    """Return a wrapper's attributes for deepcopy or pickle: no parts, no process group.
+    """Return the attributes of a wrapper for deepcopy or pickle.
 
-    "options" holds the constructor's options (`arguments.keep`), "sync_enabled" whether
-    the wrapper is outside no_sync(). The module is among the attributes, uncopied.
+    They lack its parts and the process group, which a copy makes anew. "options" has
+    the options of the constructor (`arguments.keep`), and "sync_enabled" whether the
+    wrapper is outside of ``no_sync()``. The module is among them, not copied.
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
@@ -116,10 +124,10 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
 
 
 def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
-    """Fill the empty ``ddp`` from a `portable_state`, with new parts on ``group``.
+    """Fill an empty wrapper from a `portable_state`, with new parts on a group.
 
-    Checks the options again, without warnings; raises as `arguments.check`. Runs no
-    collective. ``ddp`` then has no comm hook and no optimizer in its backward.
+    The options are checked again, without warnings. The wrapper has no comm hook and no
+    optimizer in its backward.
     """
     state = dict(state)
     options, sync_enabled = state.pop("options"), state.pop("sync_enabled")

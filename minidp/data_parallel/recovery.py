@@ -29,7 +29,7 @@ _SCHEDULERS = "learning rate schedulers"
 
 
 def check_root(copy_from: int | None, size: int) -> None:
-    """Raise TypeError or ValueError if ``copy_from`` is neither None nor a rank."""
+    """Raise a TypeError or ValueError if this is neither None nor a rank."""
     if copy_from is None:
         return
     if isinstance(copy_from, bool) or not isinstance(copy_from, int):
@@ -45,12 +45,15 @@ def check_root(copy_from: int | None, size: int) -> None:
 
 
 def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
-    """Collective: copy rank ``copy_from``'s state to all ranks; None: compare.
+    """Give all ranks the state of rank ``copy_from``; if it is None, compare only.
 
-    Then begins the schedule of comparisons anew. Warns if replicas differ without a
-    known reason, and of what cannot be copied. ReplicaMismatchError on all ranks if
-    they pass different ``copy_from``. Without a store ranks do not wait for each other
-    in `reset`, and so this does nothing unless there is something to copy.
+    All ranks must call it together. A warning says if the replicas differ without a
+    known reason, and what cannot be copied. The schedule of comparisons begins anew.
+    Without a store ranks do not wait for each other in `reset`; then this does nothing
+    unless there is something to copy.
+
+    Raises:
+        ReplicaMismatchError: The ranks pass different ``copy_from``. All raise it.
     """
     group, check = ddp.process_group, ddp._replication.check
     if group.size() == 1 or (copy_from is None and not has_store(group)):
@@ -85,7 +88,10 @@ def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
 
 
 def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
-    """Collective, perhaps: return whether all that differs was called rounding."""
+    """Return whether all that differs is rounding, as an earlier comparison has found.
+
+    It may communicate, so that all ranks must call it together.
+    """
     check, reducer = ddp._replication.check, ddp._reducer
     if check is None or len(found.texts) != 1 or not found.parameters:
         return False
@@ -94,9 +100,10 @@ def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
 
 
 def settle_after_join(ddp: DataParallel, root: int) -> None:
-    """Collective: copy optimizers of rank ``root`` if ranks made unequal steps.
+    """Copy the optimizers of rank ``root`` if ranks have made unequal numbers of steps.
 
-    Else all keep their own, bit for bit. Warns of what cannot be copied.
+    All ranks must call it together. With equal numbers all keep their own, bit for bit.
+    A warning says what cannot be copied.
     """
     group = ddp.process_group
     device = exchange_device(group, ddp.device)
@@ -110,14 +117,14 @@ def settle_after_join(ddp: DataParallel, root: int) -> None:
 
 
 def _digest(ddp: DataParallel) -> int:
-    """Return a digest of this rank's standing, with the optimizers it knows."""
+    """Return 64 bits that are equal on ranks whose state is equal."""
     text = _stand(ddp, optimizers.by_key(ddp._guard.optimizers(), ddp._reducer.params))
     digest = hashlib.sha256(text.to_bytes()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
-    """Return where this rank stands; of its optimizers those that are ``held``."""
+    """Return where this rank stands, with the state of the ``held`` optimizers."""
     reducer, replication = ddp._reducer, ddp._replication
     params, frozen = reducer.named, replication.others(ddp.module)
     replication.collect(ddp.module)
@@ -136,7 +143,10 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _compare(ddp: DataParallel) -> tuple[standing.Differences, dict[str, Optimizer]]:
-    """Collective: return what differs, and the optimizers by key, of this rank."""
+    """Return how the replicas differ, and this rank's optimizers by their keys.
+
+    All ranks must call it together.
+    """
     params = ddp._reducer.params
     known = dict.fromkeys(
         [*ddp._guard.optimizers(), *optimizers.find_optimizers(params)]
@@ -153,7 +163,10 @@ def _copy_optimizers(
     root: int,
     how: str,
 ) -> None:
-    """Collective: copy rank ``root``'s optimizers; warn of what stays different."""
+    """Copy the optimizers of rank ``root``, and warn of what stays different.
+
+    All ranks must call it together.
+    """
     reducer = ddp._reducer
     params = reducer.named
     shared = {key: held[key] for key in found.shared}
@@ -181,7 +194,7 @@ def _copy_optimizers(
 
 
 def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
-    """Raise ReplicaMismatchError if ranks want to copy from different ranks."""
+    """Raise a ReplicaMismatchError if ranks want to copy from different ranks."""
     if len({*wishes}) > 1:
         said = (
             f"{None if root == _NOBODY else root} on rank {rank}"
@@ -200,9 +213,10 @@ def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
 
 
 def _explain_difference(rank: int, found: standing.Differences) -> str:
-    """Return the whole text on rank 0; on others a line, for they all found the same.
+    """Return the text of the warning: the whole on rank 0, one line on the others.
 
-    Every rank warns: one that has made errors of warnings must not raise alone.
+    All ranks have found the same. All of them warn nevertheless, because one that turns
+    warnings into errors must not raise alone.
     """
     if rank:
         what = "After reset() the replicas are not the same: see rank 0's warning."

@@ -1,4 +1,10 @@
-"""Broadcast parameters and module buffers from one rank; compare them between ranks."""
+"""Broadcast parameters and module buffers from one rank; compare them between ranks.
+
+Averaged gradients keep replicas equal only if they were equal before. So all ranks get
+the state of rank 0 at construction. Forwards broadcast module buffers, such as running
+means, which each rank changes by its own batches. And now and then the replicas are
+compared, because a script may change the parameters of one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +30,15 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast one wrapper's parameters and buffers; hold its `ReplicaCheck`, if any.
+    """Broadcast one wrapper's parameters and buffers; decide when to compare replicas.
 
-    The constructor only collects module buffers. ``ignored``: names of parameters and
-    buffers; ``key``: of this wrapper in the store.
+    The constructor communicates nothing, it only collects the module buffers.
+
+    Args:
+        reducer: The reducer of the wrapper.
+        module: The wrapped module.
+        ignored: The names of parameters and buffers on the module's ignore list.
+        key: The name of this wrapper in the store.
     """
 
     def __init__(
@@ -39,9 +50,9 @@ class Replication:
         self.ignored = ignored  # names of parameters and module buffers
         self.doubts = Doubts()
         self.check: ReplicaCheck | None = None  # compares replicas now and then
-        self.every: int | Literal["auto"] = 0  # how often; 0: never
+        self.every: int | Literal["auto"] = 0  # every so many steps; 0 is never
         self.warns = False  # unsynced="warn": of what was excused, too
-        # The other ranks are not known to compare: find out in the next step.
+        # Whether the next step has to find out if the other ranks compare, too.
         self.is_alone = False
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
@@ -51,19 +62,20 @@ class Replication:
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
-        """Set `buffers` to the module's buffers now, by name, without ignored ones."""
+        """Look again which module buffers there are, without those to ignore."""
         named, ignored = module.named_buffers(), self.ignored
         self.buffers = {name: value for name, value in named if name not in ignored}
 
     def others(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return parameters by name that are neither averaged nor ignored: frozen."""
+        """Return the frozen parameters by name: neither averaged nor to be ignored."""
         known = {*self._reducer.names, *self.ignored}
         return {n: p for n, p in module.named_parameters() if n not in known}
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
-        """Collective: give rank ``root``'s module buffers to all ranks; wait.
+        """Give all ranks the module buffers of rank ``root``, and wait for it.
 
-        `collect` them first. If the user has set `buffer_hook`, only call it with them.
+        All ranks must call it together. If the user has registered a hook for module
+        buffers, that hook is called instead.
         """
         self.collect(module)  # the user may have re-assigned or added some
         if self.buffer_hook is not None:
@@ -77,16 +89,16 @@ class Replication:
             broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def call_late_buffer_hook(self, module: nn.Module) -> None:
-        """Call `late_buffer_hook`, which is set, with the module's buffers now."""
+        """Call the user's hook that runs after forwards with the module's buffers."""
         self.collect(module)
         assert self.late_buffer_hook is not None
         self.late_buffer_hook(self.buffers)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
-        """Collective: give rank ``root``'s parameters to all ranks; wait.
+        """Give all ranks the parameters of rank ``root``, and wait for it.
 
-        Also frozen ones, and delayed ones of another module; not those on the ignore
-        list.
+        All ranks must call it together. Frozen parameters are sent, too, and delayed
+        ones of another module; those on the ignore list are not.
         """
         own = [p for n, p in module.named_parameters() if n not in self.ignored]
         # Delayed parameters may belong to another module; send each tensor once.
@@ -95,9 +107,10 @@ class Replication:
             broadcast_coalesced(state, self._reducer.communicator.group, root)
 
     def broadcast_all(self, module: nn.Module, root: int) -> None:
-        """Collective: give rank ``root``'s parameters and buffers to all ranks; wait.
+        """Give all ranks the parameters and buffers of rank ``root``, and wait for it.
 
-        Also buffers that forwards do not broadcast; none on the ignore list.
+        All ranks must call it together. Buffers that forwards do not broadcast are
+        sent, too; what is on the ignore list is not.
         """
         self.broadcast_parameters(module, root)
         self.collect(module)
@@ -106,12 +119,18 @@ class Replication:
             broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
-        """Collective: compare the ranks' modules and options; send out rank 0's state.
+        """Compare the ranks' modules and options, and give all ranks rank 0's state.
 
-        ReplicaMismatchError on all ranks if they differ. Then `connect`, move the
-        heartbeat to this wrapper's store key, and the buckets to shared memory if all
-        ranks can. ``verifies=False`` (``init_sync``): instead of all that only send
-        delayed parameters.
+        All ranks must call it together. Afterwards the heartbeat reports under the key
+        of this wrapper, and the buckets are in shared memory if all ranks can.
+
+        Args:
+            checked: The arguments of the constructor.
+            verifies: With False (``init_sync=False``) nothing of this is done, and only
+                delayed parameters are sent.
+
+        Raises:
+            ReplicaMismatchError: The modules or options differ. All ranks raise it.
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -135,9 +154,10 @@ class Replication:
             self._reducer.adopt(self._reducer.queue.layout, shares=True)
 
     def connect(self) -> None:
-        """Collective: create the group that forwards use, if lacking; restart `check`.
+        """Create the group that forwards use, if there is none, and begin comparisons.
 
-        `check` gets a new store name, and forgets pending checksums and differences.
+        All ranks must call it together. Comparisons use a new name in the store, and
+        forget checksums that are under way and differences that were seen.
         """
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
@@ -145,15 +165,19 @@ class Replication:
             self.check.reset()
 
     def key_now(self) -> str:
-        """Return the wrapper's place in the store, a new one after each reset."""
+        """Return the wrapper's place in the store, which is new after each reset."""
         return f"{self._key}/{self._num_resets}"
 
     def compare_on(self, group: ProcessGroup, *, alone: bool) -> None:
-        """Compare replicas on ``group`` from now on, as often as `every` says.
+        """Compare the replicas of a group from now on, as often as `every` says.
 
-        Not communicating. ``alone``: other ranks of the group may not compare, or may
-        have no such wrapper (``init_sync=False``, another group, a copy): with "auto"
-        the next synchronised step compares only if they do.
+        This does not communicate yet.
+
+        Args:
+            group: The ranks to compare.
+            alone: Whether other ranks of the group may not compare, or may have no such
+                wrapper (``init_sync=False``, another group, a copy). With "auto" the
+                next synchronised step then compares only if they do.
         """
         is_auto = self.every == AUTO
         if not self.every or (is_auto and not is_builtin(group)):
@@ -171,15 +195,15 @@ class Replication:
             self.check.meet("", is_first=True)
 
     def next_reset(self) -> str:
-        """Count a `DataParallel.reset`; return a new store key for it.
+        """Count a call of `DataParallel.reset`, and return a new key for it.
 
-        The same on all ranks, if they have called `reset` equally often.
+        The key is equal on all ranks if they have called `reset` equally often.
         """
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
-        """Drop `check` and any difference it has seen: never compare replicas again."""
+        """Never compare the replicas again, and forget any difference that was seen."""
         if self.check is not None:
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
@@ -195,15 +219,16 @@ class Replication:
             self.check.awaits_step = False
 
     def postpone_comparison(self) -> None:
-        """Drop a forward's checksum, if any: its backward compares no replicas."""
+        """Forget the checksum of a forward, so that its backward compares nothing."""
         if self.check is not None:
             self.check.postpone()
 
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
-        """If a comparison is due, take a checksum: the next backward's end compares it.
+        """Take a checksum of this replica if a comparison is due.
 
-        Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too; "auto"
-        leaves out some (`ReplicaCheck.begin`). No-op without a `check`.
+        The end of the next backward compares it. It is of all parameters but those on
+        the ignore list, and ``with_buffers`` of the module buffers, too; "auto" leaves
+        out some of them (`ReplicaCheck.begin`).
         """
         if self.check is None:
             return
@@ -219,10 +244,10 @@ class Replication:
         self.check.begin(self._reducer.named, self.others(module), with_values)
 
     def _common_key(self) -> str:
-        """Return a new store key for the next comparison; "" without a store.
+        """Return a new store key for the next comparison, or "" without a store.
 
-        Equal on ranks that have compared equally many wrappers of these parameters on
-        the group since each was alone.
+        It is equal on ranks that have compared equally many wrappers of these
+        parameters on the group since each of them was alone.
         """
         group = self._reducer.communicator.group
         if not has_store(group):

@@ -1,9 +1,14 @@
-"""``reset()``: ranks agree through the store whether their group is still usable.
+"""``reset()``: the ranks agree whether their process group is still usable.
 
-Each rank publishes how many collectives it started and launched, and whether one
-failed. If counts are equal and none failed, every launched one can complete: ranks wait
-and keep the group. Otherwise they create a fresh group, and abandon the old one with
-its collectives, the memory that these may still write to, and futures of comm hooks.
+After an error some ranks may have launched collectives that others never will. Those
+cannot complete, and a new collective on the same group would be matched with them. But
+a collective cannot find that out, so the ranks talk through the store of the group.
+
+Each rank publishes how many collectives it has started and launched, and whether one
+has failed. If the counts are equal and none has failed, every launched one can
+complete: the ranks wait for them and keep the group. Otherwise they create a new group
+and abandon the old one, together with its collectives, the memory to which these may
+still write, and the futures of comm hooks.
 """
 
 from __future__ import annotations
@@ -13,17 +18,21 @@ from minidp.comm import ProcessGroup
 from minidp.core import BucketState, Reducer
 from minidp.errors import CollectiveError, explain
 
-PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
+PATIENCE_SECONDS = 5.0  # for a rank that first reports who is missing
 
 
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
-    """Collective: reset the reducer and its bucket layout; return its process group.
+    """Reset the reducer and its bucket layout; return its process group from now on.
 
-    The old group, after waiting for launched collectives, if all ranks launched equally
-    many and none failed; a fresh one otherwise. Ranks that share no store keep the old
-    one, and do not wait for each other. Tells others first that this rank gave up.
-    CollectiveError if a rank does not call this in time. ``key``: store prefix, equal
-    on all ranks, new for each reset.
+    All ranks of the group must call it together. Ranks that share no store keep the old
+    group, and do not wait for each other.
+
+    Args:
+        reducer: The reducer to reset.
+        key: A prefix for keys in the store, equal on all ranks and new for each reset.
+
+    Raises:
+        CollectiveError: A rank does not call this in time, or the store is gone.
     """
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.communicator.group
@@ -53,10 +62,15 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
 
 
 def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
-    """Publish this rank's progress, wait for all ranks'; return a tuple per rank.
+    """Publish this rank's progress, and wait for that of all ranks.
 
-    (collectives started; of these asynchronous; True if one failed or may never end;
-    backwards finished). CollectiveError if a rank is late, or the store is gone.
+    Returns:
+        For each rank: how many collectives it has started, how many of these are
+        asynchronous, whether one has failed or may never end, and how many backwards it
+        has finished.
+
+    Raises:
+        CollectiveError: A rank is late, or the store is gone.
     """
     communicator = reducer.communicator
     group, tally = communicator.group, communicator.tally

@@ -1,10 +1,13 @@
-"""Optimizer steps inside the backward: each bucket's, as soon as it is reduced.
+"""Optimizer steps inside the backward: that of each bucket as soon as it is reduced.
+
+The optimizer then works while later buckets are still on their way:
 
     bucket 0   ...... all-reduce | copy out | step
     bucket 1   ........... all-reduce ......... | copy out | step
 
-Meanwhile the optimizer's parameter groups hold the parameters of one bucket only. Step
-hooks run once per bucket. Parameters on the ignore list step at the end.
+Meanwhile the parameter groups of the optimizer hold the parameters of one bucket only,
+so that its own ``step()`` does not touch others. Step hooks run once for each bucket.
+Parameters on the ignore list step at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +26,17 @@ from minidp.guard import Guard
 
 
 class StepInBackward(Observer):
-    """An observer that steps one optimizer in backwards, on each bucket once reduced.
+    """An observer that steps one optimizer on each bucket that was just reduced.
 
-    With ``clip_grad_norm``, a norm: once per backward, on all parameters, after the
-    last bucket. ``guard`` lets these steps pass unchecked. The constructor registers
-    nothing; it raises as `_check`, and ValueError for a norm that is not positive.
+    Args:
+        optimizer: The optimizer.
+        guard: Lets these steps pass unchecked.
+        clip_grad_norm: With a norm, there is one step on all parameters after the last
+            bucket, because a norm needs all gradients.
+
+    Raises:
+        TypeError, ValueError: The optimizer cannot step on a part of its parameters, or
+            the norm is not positive.
     """
 
     uses_grads = True
@@ -47,7 +56,7 @@ class StepInBackward(Observer):
         self._reduced: set[int] = set()  # ids of parameters that are in a bucket
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step on ``params``, a bucket just reduced; with clipping do nothing yet.
+        """Step on the parameters of a bucket that was just reduced, unless it clips.
 
         An error in the step becomes a MiniDPError (`Guard.allow`).
         """
@@ -57,10 +66,10 @@ class StepInBackward(Observer):
                 step_on(self.optimizer, params)
 
     def finished(self) -> None:
-        """Step on those of the optimizer's parameters that are in no bucket.
+        """Step on those parameters of the optimizer that are in no bucket.
 
-        With ``clip_grad_norm``: clip, and step on all of them, instead. An error in the
-        step becomes a MiniDPError (`Guard.allow`).
+        With ``clip_grad_norm`` it clips, and steps on all of them. An error in the step
+        becomes a MiniDPError (`Guard.allow`).
         """
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):

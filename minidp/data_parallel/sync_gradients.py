@@ -9,12 +9,12 @@ from minidp.core import Phase, Reducer
 
 
 def average_now(reducer: Reducer) -> None:
-    """Collective: average every ``.grad`` over ranks now, without the comm hook; wait.
+    """Average every ``.grad`` over the ranks now, and wait for it.
 
-    A ``.grad`` that is None counts as zeros, but stays None if it is so on all ranks.
-    Observers are called: optimizers of `step_in_backward` step. The backward of an
-    earlier forward will still reduce. If this raises, the reducer is FAILED until
-    `reset`.
+    All ranks must call it together. A ``.grad`` that is None counts as zeros, but stays
+    None if it is so on all ranks. The comm hook is left out. Observers are called, so
+    that optimizers of `step_in_backward` step. The backward of an earlier forward will
+    still reduce. If this raises, the reducer is FAILED until `reset`.
     """
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
     grads = [param.grad for param in reducer.params]
@@ -28,11 +28,12 @@ def average_now(reducer: Reducer) -> None:
 
 
 def shadow_backward(reducer: Reducer) -> None:
-    """Collective: take part in the other ranks' backward with zeros; wait.
+    """Take part with zeros in the backward of the other ranks, and wait for it.
 
-    Writes their averages to ``.grad``. Calls comm hook and observers, as a backward
-    does; counts 0 items, and keeps this rank's own counts. If this raises, the reducer
-    is FAILED until `reset`.
+    It must be called while the others run one synchronised backward. ``.grad`` gets
+    their averages, for optimizers that join, too. The comm hook and observers are
+    called as in a backward. This rank says 0 items, and keeps its own counts for later.
+    If this raises, the reducer is FAILED until `reset`.
     """
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
@@ -50,10 +51,10 @@ def shadow_backward(reducer: Reducer) -> None:
 
 @contextmanager
 def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
-    """If the block raises, mark the reducer failed (until `reset`); tell other ranks.
+    """Let an error in the block mark the reducer as failed, and tell the other ranks.
 
-    The error passes. ``only_with_group``: mark it only if a collective failed, which
-    makes the group unusable.
+    The error passes on. With ``only_with_group`` the reducer is marked only if a
+    collective failed, because only that makes the group unusable.
     """
     try:
         yield

@@ -68,9 +68,9 @@ else:
 class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
-    Wrap the same module on every rank; gradients are then averaged over the ranks while
-    the backward runs, with the same bits as torch's DDP. Training then calls the
-    wrapper, ``backward()`` and an optimizer, as with torch's class. Beyond that:
+    All ranks wrap the same module. Its gradients are then averaged over the ranks while
+    the backward runs, with the same bits as by torch's DDP. Training calls the wrapper,
+    ``backward()`` and an optimizer, as with torch's class. Beyond that:
 
     - `no_sync`: accumulate gradients without communication.
     - `join`: ranks may run out of data at different times.
@@ -78,57 +78,69 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     - `register_comm_hook`: compress gradients, or average in another way.
     - `sync_gradients`: average what local backwards have left in ``.grad``.
     - `step_in_backward`: step each parameter as soon as its average is there.
-    - `reset`: go on on all ranks after an error.
-    - `minidp.record`, `minidp.watch_speed`: what a step waits for.
+    - `reset`: go on, on all ranks, after an error.
+    - `minidp.record`, `minidp.watch_speed`: see what a step waits for.
 
     The other methods are those of ``nn.Module``, and names of torch's class that code
     written for it may look for.
 
     Args:
-        module: the module to replicate; available as ``.module``.
-        device_ids: None, or one accelerator: inputs are moved there.
-        output_device, dim: kept for compatibility; outputs are never moved.
-        broadcast_buffers: deprecated by torch; ``forward_sync_buffers`` replaces it.
-        init_sync: verify replicas and broadcast rank 0's state at construction.
-        process_group: ranks to reduce over; None is the default group.
-        bucket_cap_mb: bucket limit in MiB; None is 25 with a first bucket of 1 MiB.
-            "auto": try other layouts in the first backwards, and keep the fastest one
-            (last bits may then differ between runs, from three ranks on).
-        find_unused_parameters: parameters may get no gradient in some iterations.
-        check_reduction: deprecated and ignored, as in torch.
-        gradient_as_bucket_view: ``.grad`` are views of the buckets (saves memory).
-        static_graph: every iteration uses the same parameters equally often.
-        delay_all_reduce_named_params: pairs (name, parameter) whose gradients travel
+        module: The module to replicate, afterwards available as ``.module``.
+        device_ids: None, or a list of one accelerator, to which inputs are moved.
+        output_device, dim: Kept for compatibility. Outputs are never moved.
+        broadcast_buffers: Deprecated by torch; ``forward_sync_buffers`` replaces it.
+        init_sync: Compare the replicas at construction, and give all ranks the
+            parameters and module buffers of rank 0.
+        process_group: The ranks over which to average. None is the default group.
+        bucket_cap_mb: The size in MiB at which a bucket is full. None is 25, after a
+            first bucket of 1 MiB. "auto" tries other layouts in the first backwards and
+            keeps the fastest one; from three ranks on, the last bits of gradients may
+            then differ between two runs.
+        find_unused_parameters: Allow parameters that get no gradient in some steps.
+        check_reduction: Deprecated and ignored, as in torch.
+        gradient_as_bucket_view: Make each ``.grad`` a view of its bucket, which saves
+            memory.
+        static_graph: Promise that every step uses the same parameters equally often.
+        delay_all_reduce_named_params: Pairs (name, parameter) whose gradients travel
             after all others, in one message for each dtype.
-        param_to_hook_all_reduce: required with it; it has no effect.
-        mixed_precision: None. Torch's private ``_MixedPrecision`` is refused; the error
-            says what to use instead.
-        device_mesh: a 1-D mesh, instead of ``process_group``.
-        skip_all_reduce_unused_params: with ``find_unused_parameters``: buckets that no
-            rank uses do not travel. Costs a small all-reduce in each forward.
-        bucket_cap_mb_list: MiB per bucket, the last one repeats.
-        batched_grad_copy: divide a whole bucket at once, not each of its gradients.
-        forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
-        lazy_bucket_allocation: a bucket takes memory only from its first gradient
-            until its averages are written: less memory, a little slower, and ranks of
-            one host send messages, because shared memory cannot come and go.
-        unsynced: what to do when an optimizer is about to apply gradients that differ
-            between ranks: "raise" (default), "warn" or "ignore".
-        hang_timeout: seconds until a collective fails, naming missing ranks; None: the
-            process group's own limit. "auto": 5 minutes, or the group's limit while
-            a missing rank is busy (it evaluates, or writes a checkpoint).
-        check_replicas_every: compare a checksum of parameters and module buffers every
-            so many synchronised steps; 0 is never. "auto": of parameters, in steps 0,
-            1, 100 and every 1000; rounding and comm hooks of your own are no error.
-        check_finite_grads: raise, naming the parameter, before NaN or infinity travels.
-        bucket_layout: start with these buckets: the property of this name, or a file
-            that ``minidp tune`` wrote; the same on all ranks.
-        average_over: "items": the mean over all items (tokens, samples ...) that ranks
-            count by `count_items` or `weigh_loss`. "ranks": the mean of ranks' means.
+        param_to_hook_all_reduce: Required beside ``delay_all_reduce_named_params``, as
+            in torch. It has no effect.
+        mixed_precision: None. Torch's private ``_MixedPrecision`` is refused by an
+            error that says what to use instead.
+        device_mesh: A mesh of one dimension, in place of ``process_group``.
+        skip_all_reduce_unused_params: Do not reduce a bucket in a step in which no rank
+            uses its parameters. This needs ``find_unused_parameters``, and costs a
+            small all-reduce in each forward.
+        bucket_cap_mb_list: A size in MiB for each bucket; the last one holds for all
+            further buckets.
+        batched_grad_copy: Divide a whole bucket at once instead of each of its
+            gradients.
+        forward_sync_buffers: Broadcast the module buffers of rank 0 before forwards.
+        lazy_bucket_allocation: Let a bucket take memory only from its first gradient
+            until its averages are written. That needs less memory and is a little
+            slower. Ranks of one host then send messages, because memory that they share
+            cannot come and go.
+        unsynced: What to do when an optimizer is about to apply gradients that differ
+            between ranks: "raise" an error, "warn", or "ignore" it.
+        hang_timeout: How many seconds a collective waits for other ranks, until it
+            fails and names those that are missing. "auto" is 300, but up to the limit
+            of the process group while a missing rank is busy (it evaluates, or writes a
+            checkpoint). With None only the limit of the process group counts.
+        check_replicas_every: Compare a checksum of parameters and module buffers every
+            so many synchronised steps; 0 is never. "auto" compares parameters in steps
+            0, 1, 100 and every 1000, and accepts differences by rounding and by comm
+            hooks of your own.
+        check_finite_grads: Raise an error that names the parameter before a gradient
+            with NaN or infinity travels.
+        bucket_layout: The buckets to start with, the same on all ranks: the value of
+            the property of this name, or a file that ``minidp tune`` has written.
+        average_over: "ranks" takes the mean of the ranks' gradients. "items" takes the
+            mean over all items (tokens, samples ...) that the ranks count by
+            `count_items` or `weigh_loss`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: bad arguments, as in torch.
-        ReplicaMismatchError: the replicas differ, or another rank raised.
+        ValueError, TypeError, RuntimeError: An argument is bad, as in torch.
+        ReplicaMismatchError: The replicas differ, or another rank raised.
     """
 
     __module__ = "minidp"
@@ -203,7 +215,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._guard.expect_death(lifetime_of_default_group())
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Build the parts (`parts.build`); store them, and options by torch's names."""
+        """Build the parts, and store them, and the options under torch's names."""
         torch_compat.note_version()
         config, devices = checked.config, checked.devices
         self.device_ids, self.output_device = devices.device_ids, devices.output_device
@@ -237,16 +249,19 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; let the next backward average (not in no_sync(), no_grad()).
+        """Run the module, and let the next backward average its gradients.
 
-        Collective in join(), to skip unused parameters, rebuild, or broadcast buffers.
-        ``torch.export`` and ``torch.jit.trace`` get the module alone.
+        It does not average after a forward inside ``no_sync()`` or ``no_grad()``. Some
+        forwards communicate, so that all ranks must run them together: those inside
+        ``join()``, those that broadcast module buffers or rebuild the buckets, and all
+        with ``skip_all_reduce_unused_params``. ``torch.export`` and ``torch.jit.trace``
+        get the module alone.
 
         Raises:
-            UnfinishedReductionError: the last backward left gradients missing.
-            ReducerFailedError: an earlier backward failed: call `reset`.
-            UnsyncedGradientsError: parameters were added, cast, or updated by hand.
-            ItemCountError: the last counts of items give no mean.
+            UnfinishedReductionError: The last backward left gradients missing.
+            ReducerFailedError: An earlier backward has failed; call `reset`.
+            UnsyncedGradientsError: Parameters were added, cast, or updated by hand.
+            ItemCountError: The last counts of items give no mean.
         """
         if is_captured():
             return self._run_ddp_forward(*inputs, **kwargs)
@@ -259,9 +274,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return inputs, moved if ``device_ids``, after what precedes a forward.
+        """Do what precedes a forward, and return its inputs, moved to `device_ids`.
 
-        Check the last backward, rebuild buckets (both in grad mode); broadcast buffers.
+        In grad mode that checks the last backward and may rebuild the buckets. Module
+        buffers are broadcast in any mode.
         """
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
@@ -310,7 +326,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
+        """Do what follows a forward, for its backward to reduce; return its output."""
         if self._replication.late_buffer_hook and self.will_sync_module_buffers():
             self._replication.call_late_buffer_hook(self.module)
         with_grad = torch.is_grad_enabled()
@@ -333,7 +349,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of later forwards average gradients; settable."""
+        """Whether the backwards of later forwards average gradients. You may set it."""
         return self._reducer.ledger.sync_enabled
 
     @require_backward_grad_sync.setter
@@ -345,9 +361,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local in backwards of forwards that run inside the block.
+        """Keep gradients local in the backwards of forwards that run inside the block.
 
-        Gradients accumulate until a synchronised backward averages all of them.
+        They accumulate in ``.grad`` until a synchronised backward averages the sums.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -357,15 +373,18 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook`` reduce the buckets, instead of an all-reduce that averages.
+        """Let a hook reduce the buckets, in place of the all-reduce that averages.
 
         Args:
-            state: passed on every call. A process group is replaced if `reset` does so.
-            hook: ``hook(state, bucket: GradBucket) -> Future[Tensor]``: undivided
-                gradients in, their average out.
+            state: The first argument of each call of the hook. If it is the process
+                group, and `reset` replaces that, the state is replaced, too.
+            hook: ``hook(state, bucket: GradBucket) -> Future[Tensor]``. The gradients
+                in the bucket are not divided yet. The future's value is their average,
+                a flat tensor of as many elements.
 
         Raises:
-            TypeError, ValueError, RuntimeError: no comm hook, a second one, over items.
+            TypeError, ValueError: This is no comm hook.
+            RuntimeError: There is a hook already, or gradients are averaged over items.
         """
         averaging = self._reducer.queue.averaging
         try:
@@ -391,21 +410,21 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
     ) -> None:
-        """Let ``optimizer`` step by itself, inside synchronised backwards.
+        """Let an optimizer step by itself, inside synchronised backwards.
 
-        Each bucket's parameters step once it is reduced. Do not call
-        ``optimizer.step()``, but still ``optimizer.zero_grad()``. Backwards inside
-        ``no_sync()`` do not step. If a backward fails, some buckets may have stepped:
-        reload a checkpoint.
+        The parameters of a bucket step as soon as it is reduced, while other buckets
+        are still on their way. Do not call ``optimizer.step()`` any more, but still
+        ``optimizer.zero_grad()``. Backwards inside ``no_sync()`` do not step. If a
+        backward fails, some buckets may have stepped already: reload a checkpoint.
 
         Args:
-            optimizer: any that keeps its state per parameter (LBFGS does not).
-            clip_grad_norm: clip the optimizer's gradients to this norm; all parameters
+            optimizer: Any optimizer that keeps its state per parameter; LBFGS does not.
+            clip_grad_norm: Clip the optimizer's gradients to this norm. All parameters
                 then step at the end of the backward.
 
         Raises:
-            TypeError: the optimizer cannot step on a part of its parameters.
-            ValueError: it steps in a backward already, or holds none of the parameters.
+            TypeError: The optimizer cannot step on a part of its parameters.
+            ValueError: It steps in a backward already, or holds none of the parameters.
         """
         step = StepInBackward(optimizer, self._guard, clip_grad_norm)
         self._guard.expect_in_backward(optimizer)
@@ -413,10 +432,15 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def sync_gradients(self) -> None:
-        """Collective: average over ranks what the parameters' ``.grad`` hold now.
+        """Average over the ranks what ``.grad`` holds now, for all parameters.
 
-        Calls no comm hook; steps optimizers of `step_in_backward`. A ``.grad`` that is
-        None counts as zeros, unless None on all ranks. After a failure `reset` first.
+        All ranks of the process group must call it together. It is for gradients of
+        local backwards. A ``.grad`` that is None counts as zeros, unless it is None on
+        all ranks. No comm hook is called. Optimizers of `step_in_backward` step.
+
+        Raises:
+            ReducerFailedError: An earlier backward has failed; call `reset` first.
+            CollectiveError: Other ranks do not call this in time.
         """
         refuse_forward(self._reducer)
         self._replication.postpone_comparison()
@@ -425,24 +449,26 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def reset(self, *, copy_from: int | None = None) -> None:
-        """Collective: recover from a failed, aborted or unfinished backward.
+        """Recover from a failed, aborted or unfinished backward.
 
-        If a launched collective cannot complete, a new group replaces `process_group`.
-        Call ``optimizer.zero_grad()`` next: ``.grad`` stays.
+        All ranks of the process group must call it together. If a collective was
+        launched that can never complete, a new group replaces `process_group`. Call
+        ``optimizer.zero_grad()`` next, because ``.grad`` stays as it is.
 
-        A rank that raised has perhaps missed a step that others have made. So the
-        replicas are compared; a warning says what differs on which ranks. If parameters
-        still differ in the next synchronised step, it raises ReplicaMismatchError.
+        A rank that raised may have missed a step that others have made. So the replicas
+        are compared, and a warning says what differs on which ranks. If parameters
+        still differ in the next synchronised step, that step raises a
+        ReplicaMismatchError.
 
         Args:
-            copy_from: a rank of the process group, the same on all ranks: give all
-                ranks its parameters, module buffers, and state and settings of
+            copy_from: A rank of the process group, the same on all ranks. All ranks get
+                its parameters, its module buffers, and the state and settings of its
                 optimizers of ``torch.optim``. A warning says what cannot be copied.
-                None: copy nothing, for example because a checkpoint is loaded.
+                With None nothing is copied, for example because a checkpoint is loaded.
 
         Raises:
-            CollectiveError: names the ranks that do not call this in time.
-            ReplicaMismatchError: the ranks passed different ``copy_from``.
+            CollectiveError: Ranks, which the error names, do not call this in time.
+            ReplicaMismatchError: The ranks passed different ``copy_from``.
             TypeError, ValueError: ``copy_from`` is no rank of the group.
         """
         check_root(copy_from, self.process_group.size())
@@ -455,7 +481,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         settle_after_reset(self, copy_from)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Record the events (`Moment`) of every backward; None stops recording."""
+        """Let a recorder note the events of every backward; None stops it.
+
+        `minidp.record` is the tool for people. This is for code that wants each event
+        of each gradient, as a `minidp.Moment` with its time.
+        """
         observers = self._reducer.queue.observers
         for each in observers:
             if isinstance(each, Recording):
@@ -471,19 +501,22 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Train on numbers of inputs that differ between ranks.
+        """Train inside a block on numbers of inputs that differ between ranks.
 
-        A rank without inputs joins the collectives of the others until all have run
-        out; then every rank gets the state of one that trained longest.
+        All ranks enter the block. A rank that has run out of inputs takes part in the
+        collectives of the others until all have run out. At the end every rank gets the
+        state of one that trained longest.
 
         Args:
-            divide_by_initial_world_size: average over all; False: those with inputs.
-            enable: False announces nothing, for ranks that are known to be even.
-            throw_on_early_termination: raise on every rank as soon as one runs out.
+            divide_by_initial_world_size: Whether to average over all ranks. With False
+                it is only over those that still have inputs.
+            enable: With False nothing is announced to other ranks, for ranks that are
+                known to have equally many inputs.
+            throw_on_early_termination: Raise on every rank as soon as one runs out.
 
         Raises:
-            RuntimeError: a rank ran out, with ``throw_on_early_termination``.
-            CollectiveError: a rank raised or died; call `reset` on all ranks.
+            RuntimeError: A rank ran out, with ``throw_on_early_termination``.
+            CollectiveError: A rank raised or died; call `reset` on all ranks.
         """
         return joining(
             self,
@@ -493,7 +526,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a new `Shadow`, which stores over which ranks ``join()`` averages."""
+        """Return what ``Join`` calls on this rank once it has run out of inputs."""
         return Shadow(self, **kwargs)
 
     @property
@@ -508,10 +541,12 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def bucket_layout(self) -> dict[str, Any]:
-        """The buckets of the next backward, as plain data to put in checkpoints.
+        """The buckets of the next backward, as plain data for a checkpoint.
 
-        Save rank 0's, after two backwards if ``static_graph``. With gradients as views
-        that are zeroed in place, create zeros before wrapping: else last bits differ.
+        A run that starts with them has the bits of a run that was never stopped. Save
+        those of rank 0; with ``static_graph``, after the second backward or later. With
+        ``gradient_as_bucket_view``, and gradients that are zeroed in place, create
+        gradients of zeros before you wrap again, or the last bits may differ.
         """
         queue, order = self._reducer.queue, self._reducer.rebuild_policy
         return order.plain_layout(queue.layout, queue.specs, queue.config)
@@ -519,7 +554,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Load as torch does; say in its error how the names of a checkpoint differ."""
+        """Load as torch does, and say in an error how the checkpoint's names differ."""
         try:
             return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
         except RuntimeError as error:
@@ -544,12 +579,12 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def reducer(self) -> torch_compat.ReducerNames:
-        """The reducer by the method names of torch's; made at each access."""
+        """The reducer, under the method names of torch's."""
         return torch_compat.ReducerNames(self)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """Module buffers by name, without those on the ignore list."""
+        """The module buffers by name, without those on the ignore list."""
         return self._replication.buffers
 
     @named_module_buffers.setter
@@ -559,7 +594,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """Module buffers, without those on the ignore list."""
+        """The module buffers, without those on the ignore list."""
         return list(self.named_module_buffers.values())
 
     @modules_buffers.setter

@@ -1,4 +1,4 @@
-"""Define `GradBucket`, a bucket as comm hooks see it, with the methods of torch's."""
+"""`GradBucket`: a bucket as comm hooks see it, with the methods of torch's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from minidp.layout import BucketPlan, row_major_stride
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold what a `GradBucket` also tells: number, if it is last, divisor, group."""
+    """What a `GradBucket` tells besides its gradients."""
 
     index: int  # the bucket's number, which is its place in launch order
     is_last: bool  # no bucket follows in this backward
-    divisor: int  # number of ranks to average over
+    divisor: int  # the number of ranks over which to average
     group: ProcessGroup
 
 
 class GradBucket:
-    """Give a comm hook the gradients, parameters and group of one full bucket.
+    """A full bucket, as a comm hook gets it: gradients, parameters and process group.
 
-    Made for each call of a hook; copies nothing. Gradients are this rank's own, *not
-    divided* by anything: averaging is the hook's task. A parameter without a gradient
-    in this backward gives its present ``.grad``, or zeros if that is None.
-    ``divisor()``, ``process_group()``, ``in_row_major()`` are not torch's. The buffer
-    is flat (1-D, real), or the one sparse gradient.
+    The gradients are those of this rank, and they are *not divided* by anything:
+    averaging is the task of the hook. A parameter that has no gradient in this backward
+    gives its present ``.grad``, or zeros if that is None.
+
+    The methods are those of torch's ``dist.GradBucket``, and three more: `divisor`,
+    `process_group` and `in_row_major`. A new object is made for each call of a hook; it
+    copies nothing.
     """
 
     def __init__(
@@ -52,27 +54,30 @@ class GradBucket:
         return self._turn.is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return all gradients as one flat (1-D) tensor: the bucket's memory, no copy.
+        """Return all gradients as one flat tensor, which is the bucket's own memory.
 
-        Complex gradients are interleaved reals (real part, imaginary part, ...). A
-        sparse bucket returns its one COO gradient.
+        Its shape is (elements,), and it is real: complex gradients are real and
+        imaginary parts in turn. A sparse bucket returns its one COO gradient.
         """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replace what `buffer` and `gradients` return, for a hook that this one calls.
 
-        Copies nothing, checks nothing. Only the value of the hook's future changes the
-        parameters' gradients. The new buffer must have as many elements as the old one;
-        any dtype and device.
+        Nothing is copied or checked; only the value of the hook's future changes
+        gradients of parameters.
+
+        Args:
+            buffer: A tensor of as many elements as the old one, of any dtype and on any
+                device.
         """
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return a view of the buffer per parameter, with its shape and strides.
+        """Return a view of the buffer for each parameter, with its shape and strides.
 
-        They are channels_last or complex if the parameter is. Of a sparse bucket: a
-        list of its one COO gradient.
+        A view is complex or ``channels_last`` if its parameter is. A sparse bucket
+        returns a list of its one COO gradient.
         """
         if self._plan.sparse:
             return [self._buffer]
@@ -84,9 +89,10 @@ class GradBucket:
         return [values.as_strided(s.shape, s.stride, start + s.offset) for s in slots]
 
     def in_row_major(self) -> GradBucket:
-        """Return a new bucket whose gradients are contiguous copies, in a new buffer.
+        """Return a bucket whose gradients are contiguous.
 
-        Return ``self`` if all are contiguous, or the bucket is sparse.
+        It is this one if they are so already, or if it is sparse. Otherwise it has
+        copies of them in a new buffer.
         """
         grads, slots = self.gradients(), self._plan.slots
         if self._plan.sparse or all(grad.is_contiguous() for grad in grads):
@@ -103,10 +109,10 @@ class GradBucket:
         return list(self._params)
 
     def divisor(self) -> int:
-        """Return the number of ranks to average over.
+        """Return by what a hook has to divide the sum over all ranks.
 
-        In ``join(divide_by_initial_world_size=False)``: ranks that still have inputs.
-        Over items 1 (`ItemCounts`): gradients are divided already.
+        It is the number of ranks; inside
+        ``join(divide_by_initial_world_size=False)``, of ranks that still have inputs.
         """
         return self._turn.divisor
 

@@ -1,6 +1,6 @@
 """Measure one rank's steps, and post them to the process group's store.
 
-A `SpeedWatch` is a listener of the reducer's tracer. Each event of a step ends a phase,
+A `SpeedWatch` is an observer of the reducer. Each event of a step ends a phase,
 and the time since the last event is added to it.
 """
 
