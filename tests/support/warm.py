@@ -93,7 +93,7 @@ def serve(address: str, python: str) -> None:
     base = [path for path in sys.path[1:] if path not in inherited]
 
     # Besides minidp: what the first DDP of a process imports, and what launches ranks.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch.distributed.run  # noqa: F401
 
     import minidp.__main__
