@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
 LIMIT = 2.0  # hang_timeout
 # Of new ranks: who waits for the group's own limit is taken to hang before it is over.
-PATIENT = {"group_timeout": 600.0}
+PATIENT: dict[str, Any] = {"group_timeout": 600.0}
 
 
 def wait_for_others(ctx: Any) -> None:
