@@ -31,9 +31,10 @@ NOT_SLOW = "not slow and not gpu"
 SOON_OVER = f"{NOT_SLOW} and not fresh"
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
 # Two per core, because many tests wait for other processes.
-WORKERS = os.environ.get(
-    "MINIDP_TEST_WORKERS", str(min(2 * len(os.sched_getaffinity(0)), 8))
-)
+CORES = len(os.sched_getaffinity(0))
+WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(2 * CORES, 8)))
+# Tests of one process do not wait, and each worker imports torch first.
+FEW_WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(max(2, CORES), 8)))
 
 
 def folders(*names: str) -> tuple[str, ...]:
@@ -86,6 +87,7 @@ REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
 IS_REFERENCE = "not (fault or native or gpu)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
+FAULT = f"fault and {NOT_SLOW}"
 COVERAGE = ("--cov", "--cov-report", "term")
 CORE = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
 
@@ -97,6 +99,7 @@ def pytest(
     profile: str = "brief",
     native: bool = False,
     one_process: bool = False,
+    workers: str = WORKERS,
     **env: str,
 ) -> None:
     """Run tests in several processes, then those that are marked `alone` in one.
@@ -116,7 +119,7 @@ def pytest(
     if one_process:
         session.run(*start, "-p", "no:xdist", "-m", marked, *words, env=env)
         return
-    many = ("--numprocesses", WORKERS, "--dist", "worksteal")
+    many = ("--numprocesses", workers, "--dist", "worksteal")
     beside = ("-m", f"({marked}) and not alone")
     session.run(*start, *many, *beside, *words, env=env, success_codes=nothing)
     if has_alone(words):  # another start of pytest takes ten seconds
@@ -202,14 +205,10 @@ def quickstart(session: nox.Session) -> None:
 def reference(session: nox.Session) -> None:
     """All tests of the reference in Python; what those in one process run of minidp."""
     # Coverage takes 1.4 times as long before Python 3.12, so it is not of all tests.
-    pytest(session, *REFERENCE, *COVERAGE, marked=ONE_PROCESS, COVERAGE_CORE=CORE)
-    pytest(session, *REFERENCE, marked=SEVERAL_PROCESSES)
-
-
-@stage("full")
-def fault(session: nox.Session) -> None:
-    """Ranks that raise, differ, die or hang."""
-    pytest(session, *REFERENCE, marked=f"fault and {NOT_SLOW}")
+    words, few = (*REFERENCE, *COVERAGE), FEW_WORKERS
+    pytest(session, *words, marked=ONE_PROCESS, workers=few, COVERAGE_CORE=CORE)
+    # In one run, so that the tests in which ranks wait leave the cores to the others.
+    pytest(session, *REFERENCE, marked=f"({SEVERAL_PROCESSES}) or ({FAULT})")
 
 
 @stage("full")
@@ -279,6 +278,12 @@ def api(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """Whatever needs one process, and is soon over."""
     pytest(session, *REFERENCE, marked=ONE_PROCESS)
+
+
+@stage()
+def fault(session: nox.Session) -> None:
+    """Ranks that raise, differ, die or hang."""
+    pytest(session, *REFERENCE, marked=FAULT)
 
 
 @stage()

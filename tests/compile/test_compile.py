@@ -84,10 +84,11 @@ def trained(ctx, wrap, place, mode, backend, config):
 
 
 SLOW = pytest.mark.slow
+LIMIT = 200.0  # compiling takes long where other processes compile, too
 VIEWS = {"gradient_as_bucket_view": True}
 
 
-@on_ranks()
+@on_ranks(limit=LIMIT)
 @pytest.mark.parametrize(
     ("where", "place", "mode", "backend"),
     [
@@ -107,7 +108,7 @@ def test_compiled_as_on_torch_and_as_uncompiled(ctx, place, mode, backend):
     return ours[0]  # the same gradients on all ranks
 
 
-@on_ranks(2, limit=200)
+@on_ranks(2, limit=LIMIT)
 @SLOW
 def test_inductor(ctx):
     _, expected = on_both(ctx, trained, "", {}, "", {})
@@ -116,7 +117,7 @@ def test_inductor(ctx):
     return ours[0]
 
 
-@on_ranks(2)
+@on_ranks(2, limit=LIMIT)
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_nothing_is_compiled_again(ctx, static_graph):
     """Six steps compile one graph: neither buckets nor phases are guards of it.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fresh
+
 _RUN = Path(__file__).parent / "run.py"
 _REDUCES = "test_DistributedDataParallelCPU"
 _ACCUMULATES = "test_accumulate_gradients_no_sync"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,10 +115,10 @@ def test_a_check_that_raises_a_timeout_of_its_own_is_not_late():
     assert "the store did not answer" in finding.found
     assert "did not end within" not in finding.found
     assert not runner.is_stuck  # no thread was left behind
-    assert not Runner(0.05).run("name", lambda: time.sleep(0.5))
-    late = Runner(0.05)
-    late.run("name", lambda: time.sleep(0.5))
+    late, is_over = Runner(0.05), threading.Event()
+    assert not late.run("name", is_over.wait)
     assert late.is_stuck
+    is_over.set()
 
 
 def test_a_time_limit_hands_back_what_happened():

@@ -84,7 +84,7 @@ def test_the_quickstart_says_what_begins_before_it_begins(tmp_path: Path) -> Non
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     said = [re.sub(r"^ *\d+ s  ", "say ", line) for line in done.stderr.splitlines()]

@@ -138,10 +138,16 @@ LEGAL = {
 
 @pytest.mark.parametrize("change", LEGAL)
 def test_legal_change(ddp, change):
+    """And what is no legal one is seen afterwards, too."""
     for _ in range(2):
         ddp(X)
     LEGAL[change](ddp.module)
     ddp(X).sum().backward()
+    if change in ("removed", "moved to another name", "reparametrised"):
+        return  # a second step would lack their gradients
+    ddp.module.add_module("late", nn.Linear(2, 2))
+    ddp(X).sum().backward()
+    assert refused(ddp, X) == "late.weight, late.bias"
 
 
 def test_added_frozen(ddp):
@@ -167,6 +173,7 @@ def test_no_grad_and_no_sync_do_not_look(ddp):
         ddp(X)
     with ddp.no_sync():
         ddp(X)
+    assert refused_in_training(ddp) == "1.weight, 1.bias"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -205,6 +212,8 @@ def test_lent_parameters_are_not_late(ddp, way, other_rank):
                 others = {n: (p - g).detach().requires_grad_() for (n, p), g in pairs}
         train(ddp)
     assert set(other_rank.asked) <= {"backward"}  # why no optimizer has stepped
+    ddp.module.append(nn.Linear(2, 2))
+    assert refused_in_training(ddp) == "3.weight, 3.bias"
 
 
 def test_an_optimizer_that_holds_lent_parameters_is_refused(ddp):

@@ -493,6 +493,10 @@ def test_legal_training(lone_group, mode, step, expected):
     for each in (Setting.train_step, step, step):
         each(setting)
     assert setting.a.item() == pytest.approx(expected, abs=1e-6)
+    setting.optimizer.zero_grad()
+    setting.ddp.module(X).backward()
+    with pytest.raises(UnsyncedGradientsError):  # it is watched all the same
+        setting.optimizer.step()
 
 
 def test_one_reduction_in_two_backward_calls(setting):

@@ -15,11 +15,13 @@ import pytest
 import torch.distributed as dist
 from torch.futures import Future
 
+from minidp import world
 from minidp.comm import Communicator, gather_json, post_json
 from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
 from minidp.hang import heartbeat, report
 from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
 from minidp.hang.report import Inquiry, Passed, Sighting
+from tests.hang.test_world import Stopped
 
 
 def status(started, wait="", **more):
@@ -145,10 +147,12 @@ def test_two_readings_tell_who_runs():
     assert answer(inquiry, beats(5, 8)) is None
     assert answer(inquiry, beats(5, 9)) is None
     assert "Rank 1 runs, but" in answer(inquiry, beats(6, 9)).text
-    inquiry = Inquiry(3, 0.05)
-    assert answer(inquiry, beats(5, 8)) is None
-    time.sleep(0.1)
-    text = answer(inquiry, beats(5, 9)).text
+    stopped = Stopped()
+    with world.replaced(stopped):
+        inquiry = Inquiry(3, 0.05)
+        assert answer(inquiry, beats(5, 8)) is None
+        stopped.sleep(0.1)
+        text = answer(inquiry, beats(5, 9)).text
     assert "Rank 1 does not answer" in text
     assert "Rank 2 runs, but" in text
 

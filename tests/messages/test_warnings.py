@@ -117,6 +117,6 @@ def test_a_command_line_without_a_file():
     """``__main__`` has a loader there that refuses to be asked for its source."""
     script = "from minidp.console import warn; warn('here')"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
     )
     assert done.stderr.startswith("<string>:1: UserWarning: here")

@@ -268,11 +268,22 @@ def test_a_step_inside_no_sync_is_said_once(pool):
 # -- what only some ranks do -----------------------------------------------------------
 
 
+often = pytest.mark.parametrize("often", [{}, {"check_replicas_every": 1}], ids=str)
+
+
+def a_change_is_found(ctx, ddp, train):
+    """A change of one rank is found after all that was legal."""
+    with torch.no_grad():
+        next(ddp.parameters()).mul_(1 + ctx.rank)
+    assert "The replicas differ" in error_of(train)
+
+
 @on_ranks(2)
+@often
 @pytest.mark.parametrize("way", ["plain", "sync_gradients", "join"])
-def test_a_forward_more_on_one_rank(ctx, way):
+def test_a_forward_more_on_one_rank(ctx, way, often):
     """Rank 0 looks at a loss before the others do anything: nobody waits for it."""
-    ddp = make(ctx, forward_sync_buffers=False)
+    ddp = make(ctx, forward_sync_buffers=False, **often)
     optimizer = sgd(ddp)
     if ctx.rank == 0:
         ddp(torch.ones(3, 4))
@@ -283,24 +294,35 @@ def test_a_forward_more_on_one_rank(ctx, way):
     with ddp.join(enable=way == "join"):
         for _ in range(3):
             step(ddp, optimizer)
+    if often:
+        a_change_is_found(ctx, ddp, lambda: step(ddp, optimizer))
 
 
 @on_ranks(2)
+@often
 @pytest.mark.parametrize("probes", [(0,), (0, 1, 2, 3)])
-def test_a_rank_may_look_at_more(ctx, probes):
+def test_a_rank_may_look_at_more(ctx, probes, often):
     """Rank 0 alone runs forwards for its log, between a backward and its step.
 
     Without buffers: they would be broadcast, and torch hangs there, too.
     """
-    ddp = wrapped(ctx, nn.Linear(4, 3), hang_timeout=20.0)
+    net = nn.Linear(4, 3)
+    ddp = wrapped(ctx, net, hang_timeout=20.0, **often)
     optimizer = sgd(ddp)
-    for k in range(4):
+
+    def train(k=-1):
         optimizer.zero_grad()
         ddp(torch.ones(3, 4) * (ctx.rank + 1)).square().sum().backward()
         if ctx.rank == 0 and k in probes:
             ddp(torch.ones(3, 4))
         optimizer.step()
-    return [p.detach() for p in ddp.parameters()]
+
+    for k in range(4):
+        train(k)
+    equal = [p.detach().clone() for p in ddp.parameters()]
+    if often:
+        a_change_is_found(ctx, ddp, train)
+    return equal
 
 
 @on_ranks(2)

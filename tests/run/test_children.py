@@ -11,6 +11,8 @@ import pytest
 from minidp.config import RUN
 from minidp.run.children import START, reached_children
 
+pytestmark = pytest.mark.fresh
+
 SAYS = """
 from torch.nn.parallel import DistributedDataParallel
 print(DistributedDataParallel.__module__)
@@ -25,7 +27,7 @@ def python(*words, **changes):
         env={**os.environ, **changes},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
 
@@ -85,13 +87,12 @@ def test_a_sitecustomize_of_the_user_runs_as_well(outside, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(outside))
     mine.write_text("print('mine', __name__)\n")
     says = "import sys, sitecustomize; print(sitecustomize.__file__, sys.path)"
-    plain, done, swapped = python("-c", says), child("-c", says), child("-c", SAYS)
+    plain, done = python("-c", says), child("-c", says + SAYS)
     assert plain.stdout.startswith(f"mine sitecustomize\n{mine} ")
-    assert (done.stdout, done.stderr) == (plain.stdout, "")
-    assert swapped.stdout == "mine sitecustomize\n" + SWAPPED
+    assert (done.stdout, done.stderr) == (plain.stdout + SWAPPED, "")
     mine.write_text("import no_such_module\n")  # it fails as ever
-    plain, done = python("-c", SAYS), child("-c", SAYS)
-    assert (plain.stdout, done.stdout) == (TORCHS, SWAPPED)
+    plain, done = python("-c", "pass"), child("-c", SAYS)  # without torch: quick
+    assert (plain.stdout, done.stdout) == ("", SWAPPED)
     assert "no_such_module" in plain.stderr
     assert done.stderr.splitlines() == plain.stderr.splitlines()
 

@@ -239,7 +239,6 @@ def test_ctrl_c_is_one_line(train, ran, monkeypatch, capsys, rank):
     assert "Traceback" not in err
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_for_all_ranks_is_a_few_lines(train):
     path = train(LOOP)
     words = [warm_python(), "-m", "minidp", "run", "-n", "2", path]
@@ -250,7 +249,7 @@ def test_ctrl_c_for_all_ranks_is_a_few_lines(train):
         assert process.stdout is not None
         assert "GO" in process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert err.count("interrupted") == 1

@@ -151,6 +151,7 @@ def test_a_profile_shows_sums_as_messages_are_shown(ctx, kind):
             torch.autograd.profiler.profile, record_shapes=True
         ),
     }[kind]
+    store = torch.distributed.distributed_c10d._get_default_store()
     ddp = wrapped(ctx, Scalars(3), find_unused_parameters=True)
     train(ddp, ctx)
     with profile() as profiler:
@@ -169,7 +170,12 @@ def test_a_profile_shows_sums_as_messages_are_shown(ctx, kind):
     train(ddp, ctx)
     with profile() as profiler:
         loss = ddp(x_of(ctx))
-        time.sleep(0.3 * ctx.rank)
+        if ctx.rank:
+            store.wait(["rank 0 has begun"])
+            store.delete_key("rank 0 has begun")  # for the next test on these ranks
+            time.sleep(0.5)
+        else:  # it launches within 0.3 s
+            store.set("rank 0 has begun", "")
         loss.backward()
     if not ctx.rank:
         assert max(e.time_range.elapsed_us() for e in all_reduces(profiler)) > 2e5

@@ -85,14 +85,19 @@ def test_gloos_bits(pool, size, shapes):
 
 @on_ranks(2)
 def test_a_waiting_rank_sleeps(ctx):
-    """Rank 1 posts after a while; rank 0 sleeps, and must be woken."""
+    """Rank 1 posts some time after rank 0, which sleeps, and must be woken."""
+    store = dist.distributed_c10d._get_default_store()
     buckets = take([(1000, torch.float32)], ctx)
     buckets[0].values.fill_(ctx.rank + 1.0)
     if ctx.rank == 1:
-        time.sleep(0.2)
+        store.wait(["rank 0 has posted"])
+        store.delete_key("rank 0 has posted")  # for the next test on these ranks
+        time.sleep(0.3)
     work = buckets[0].all_reduce()
     future = work.get_future()
     early = work.is_completed()
+    if ctx.rank == 0:
+        store.set("rank 0 has posted", "")
     begun = time.process_time()
     work.wait()
     seconds = time.process_time() - begun

@@ -129,6 +129,7 @@ class Record:
     is_argument: bool = False  # the constructor refused an argument
     undocumented: str = ""  # an error of another class than the README names
     recovery: str = ""  # why training did not go on after reset(); empty: it did
+    leaves_a_group: bool = False  # in which collectives may still wait
 
 
 class Stage:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
+from minidp import DataParallel, comm_hooks
 
 # The options that change how a gradient travels.
 MODES: list[dict[str, Any]] = [
@@ -56,6 +56,22 @@ def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, An
 def wrapped(ctx: Any, module: nn.Module, **options: Any) -> DataParallel[Any]:
     """Wrap a module with minidp on the group of ``ctx``."""
     return DataParallel(module, process_group=ctx.group, **options)
+
+
+def averages(ddp: DataParallel[Any]) -> list[int]:
+    """Return a list that grows with each backward whose gradients are averaged.
+
+    By a comm hook, on the default group.
+    """
+    seen: list[int] = []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if bucket.is_last():
+            seen.append(bucket.index())
+        return comm_hooks.all_reduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    return seen
 
 
 def error_of(call: Callable[[], object]) -> str:

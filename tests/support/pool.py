@@ -63,7 +63,7 @@ PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel"),
     "torch._dynamo",  # imported by the first torch DDP of a process, for a second
     # Test modules import these; better once here than once in each rank.
-    *("pytest", "hypothesis", "tests.support.worker"),
+    *("pytest", "hypothesis", "tests.support.worker", "minidp"),
 ]
 
 

@@ -35,6 +35,8 @@ ROOT = Path(__file__).parents[2]
 CLIENT = """\
 #!{python} -IS
 import os, signal, socket, struct, sys
+passed_on = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until the fork's pid is known
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 words = b"\\0".join(os.fsencode(word) for word in sys.argv)
@@ -48,11 +50,13 @@ def pass_on(number, frame):
         os.kill(pid, number)
     except ProcessLookupError:
         pass  # it has ended, and its status is on the way
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+for number in passed_on:
     signal.signal(number, pass_on)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
 status = struct.unpack("q", server.recv(8, socket.MSG_WAITALL))[0]
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:  # which has no handler
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
@@ -87,6 +91,10 @@ def serve(address: str, python: str) -> None:
     """Import what takes long; then fork for each connection, for ever."""
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [path for path in sys.path[1:] if path not in inherited]
+
+    # Besides minidp: what the first DDP of a process imports, and what launches ranks.
+    import torch._dynamo
+    import torch.distributed.run  # noqa: F401
 
     import minidp.__main__
     import minidp.run.command  # noqa: F401
@@ -123,8 +131,9 @@ def receive(connection: socket.socket) -> tuple[list[int], list[bytes]]:
 
 def guard(connection: socket.socket, pid: int) -> NoReturn:
     """Tell the program how its fork ended; kill the fork if the program is killed."""
-    connection.sendall(array.array("q", [pid]).tobytes())
     fork = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # the program may have been killed by now
+        connection.sendall(array.array("q", [pid]).tobytes())
     ready, _, _ = select.select([fork, connection.fileno()], [], [])
     if fork not in ready:
         os.kill(pid, signal.SIGKILL)

@@ -592,7 +592,7 @@ def test_the_module_is_an_attribute_of_the_package(script, says):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert re.search(says, done.stdout)

@@ -66,7 +66,9 @@ def play(ctx: Any, word: Word, key: str) -> Record:
     )
     stage.has_hook = word.has_hook
     record = run(stage, word.text, goes_on=True)
-    if not record.errors and not record.recovery:  # else it may wait for ever
+    has_raised = bool(record.errors or record.recovery)
+    record.leaves_a_group = has_raised or stage.group is not ctx.group
+    if not record.leaves_a_group:  # else this may wait for ever
         dist.destroy_process_group(stage.group)
     del stage
     gc.collect()
