@@ -129,10 +129,11 @@ class PeerMonitor:
         """
         return None
 
-    def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Talk to the other ranks through the store of a group from now on.
+    def move_to(self, group: ProcessGroup, key: str, *, has_met: bool = True) -> None:
+        """Talk to other ranks by ``group``'s store, under ``key``, from now on.
 
-        All ranks do so after they have met, with the same ``key`` for their entries.
+        ``key`` is equal on all ranks. ``has_met`` says that all of them have just met.
+        Here this does nothing.
         """
 
 

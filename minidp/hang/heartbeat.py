@@ -68,15 +68,15 @@ class Heartbeat(PeerMonitor):
         self._num_riders = 0  # how many there have ever been
         self._open(communicator.group, key, has_met=False)
 
-    def move_to(self, group: ProcessGroup, key: str) -> None:
+    def move_to(self, group: ProcessGroup, key: str, *, has_met: bool = True) -> None:
         """Publish and read through the store of another group from now on.
 
-        All ranks must have met before, so that each of them is known to have wrapped
-        the module. What was read or is still to be sent through the old store is
-        forgotten, and so are open questions of the kind `Passed`, which nobody would
-        answer. To connect to the store may take 2 s.
+        If all ranks ``has_met`` before, each of them is known to have wrapped the
+        module. What was read or is still to be sent through the old store is forgotten,
+        and so are open questions of the kind `Passed`, which nobody would answer. To
+        connect to the store may take 2 s.
         """
-        self._open(group, key, has_met=True)
+        self._open(group, key, has_met=has_met)
 
     def _open(self, group: ProcessGroup, key: str, *, has_met: bool) -> None:
         self.group, self.rank = group, group.rank()

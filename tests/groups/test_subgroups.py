@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import Scalars, history_of, same, values, x_of
+from tests.support.both import Scalars, history_of, same, values, wrapped, x_of
 from tests.support.ranks import as_in_torch, on_ranks
 
 
@@ -57,3 +60,21 @@ def test_update_process_group(ctx, wrap):
     if isinstance(ddp, DataParallel):  # the rank in the new group
         assert str(caught.value).startswith(f"[rank {ctx.rank - 1}]")
     return found
+
+
+@on_ranks(3)
+def test_a_rank_that_stays_behind_is_not_missed_in_the_new_group(ctx):
+    """Its wrapper dies after the others have moved, and later one of them is late."""
+    ddp = wrapped(ctx, Scalars(2), hang_timeout=20.0)
+    ddp(x_of(ctx)).backward()
+    if ctx.rank == 0:
+        del ddp
+        gc.collect()
+        return
+    ddp._update_process_group(ctx.subgroups[(1, 2)])
+    for k in range(20):
+        if k == 19 and ctx.rank == 1:
+            threading.Event().wait(2.5)
+        ddp.zero_grad()
+        ddp(x_of(ctx)).backward()
+    assert values(ddp) == [2.5, 2.5]
