@@ -234,7 +234,7 @@ class Replication:
             return
         if self.is_alone:
             self.is_alone = False
-            self.check.meet(self._common_key(), is_first=True)
+            self.check.meet(self._common_key("alone"), is_first=True)
         if self.doubts.was_excused:
             self.check.meet_after_excuse()
         if not self.check.is_due:
@@ -243,14 +243,26 @@ class Replication:
         with_values = {name: each for name, each in buffers if not each.is_meta}
         self.check.begin(self._reducer.named, self.others(module), with_values)
 
-    def _common_key(self) -> str:
-        """Return a new store key for the next comparison, or "" without a store.
+    def move(self) -> None:
+        """Follow the wrapper to another group, in whose store it needs a new place.
 
-        It is equal on ranks that have compared equally many wrappers of these
-        parameters on the group since each of them was alone.
+        Wrappers from several groups may meet there, each with a key of its old group.
+        Hang reports are then about the new group's ranks, which have other numbers.
+        """
+        communicator = self._reducer.communicator
+        if not has_store(communicator.group):
+            return
+        self._key, self._num_resets = self._common_key("moved"), 0
+        communicator.peers.move_to(communicator.group, self._key, has_met=False)
+
+    def _common_key(self, why: str) -> str:
+        """Return a new store key for this wrapper, or "" without a store.
+
+        It is equal on ranks that have asked for it equally often, for this reason, for
+        wrappers of these parameters on the group.
         """
         group = self._reducer.communicator.group
         if not has_store(group):
             return ""
         names = hashlib.sha256(" ".join(self._reducer.names).encode()).hexdigest()[:12]
-        return verify.next_key(group, f"{verify.WRAPPED}, alone, {names}")
+        return verify.next_key(group, f"{verify.WRAPPED}, {why}, {names}")

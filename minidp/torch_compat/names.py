@@ -226,10 +226,8 @@ class TorchNames:
         if isinstance(new_process_group, dist.ProcessGroup):
             vars(self)["process_group"] = new_process_group
         self._reducer.reset(self.process_group)
-        if self.process_group is not old:  # whose ranks have other numbers
-            key = f"moved/{self._replication.key_now()}"
-            peers = self._reducer.communicator.peers
-            peers.move_to(self.process_group, key, has_met=False)
+        if self.process_group is not old:
+            self._replication.move()
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
         self._replication.compare_on(self.process_group, alone=True)
         if self._replication.check is not None:
