@@ -21,13 +21,16 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from minidp.comm import gather_integers, wait_for
+from minidp.comm import all_reduce, gather_integers, wait_for
 
 from .recovery import settle_after_join
 from .sync_gradients import shadow_backward
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
+
+
+_WAITING = "joining ranks that still have inputs"
 
 
 class StepAnnouncement(NamedTuple):
@@ -43,9 +46,27 @@ class StepAnnouncement(NamedTuple):
     reduces: int = 0  # 1: the backward after it averages gradients
 
 
+class _LimitedJoin(Join):
+    """torch's ``Join`` of one wrapper, whose time limit holds for its waits, too.
+
+    A rank that ran out of inputs waits here for the next forward of the others. Their
+    `announce` counts the same collective, so that a report names nobody who waits.
+    """
+
+    def __init__(self, ddp: DataParallel, **options: Any) -> None:
+        self._communicator = ddp._reducer.communicator
+        super().__init__([ddp], is_counted=True, **options)
+
+    def _get_num_nonjoined_procs(self) -> float:
+        number = torch.zeros(1, device=self._device)
+        with self._communicator.blocking(_WAITING):
+            wait_for(all_reduce(number, self._communicator.group))
+        return number.item()
+
+
 @contextmanager
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
-    """Run the block in torch's ``Join`` with these options.
+    """Run the block in a `_LimitedJoin` with these options.
 
     After the block ``Join`` lets this rank shadow the others until all have run out.
     With ``enable``, any exception marks the group as failed, so that `reset` replaces
@@ -54,14 +75,14 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
-        with Join([ddp], **options):
+        with _LimitedJoin(ddp, **options):
             yield
             ran_out = True
     except Exception:
         if options["enable"]:  # other ranks may be inside a collective
             communicator.has_failed = True
         if ran_out and not options["throw_on_early_termination"]:
-            with communicator.watching("joining ranks that still have inputs"):
+            with communicator.watching(_WAITING):
                 raise
         raise
     finally:
@@ -134,7 +155,8 @@ class Shadow(JoinHook):
     """What ``Join`` calls on a rank that has run out of inputs, so the others go on.
 
     `DataParallel.join_hook` makes one on each rank when ``join()`` begins. A comparison
-    of replicas that is under way is dropped.
+    of replicas that is under way is dropped. Unless ``is_counted``, the collectives of
+    ``Join`` are counted here, so that all ranks have started equally many.
 
     Raises:
         RuntimeError: The user has registered a hook for module buffers, in whose
@@ -146,6 +168,7 @@ class Shadow(JoinHook):
         ddp: DataParallel,
         *,
         divide_by_initial_world_size: bool = True,
+        is_counted: bool = False,
         **_others: object,  # arguments of other joinables
     ) -> None:
         if ddp._replication.buffer_hook is not None:
@@ -169,6 +192,7 @@ class Shadow(JoinHook):
         copies of this rank's own ``.grad``, for `post_hook`.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
+        self._count_join()
         agreed = _agree(ddp, StepAnnouncement())
         if agreed.rebuilds:
             reducer.rebuild_if_due()
@@ -194,6 +218,7 @@ class Shadow(JoinHook):
         `main_hook` has kept, return to ``.grad``.
         """
         ddp = self._ddp
+        self._count_join()
         if self._own is not None:
             for param in ddp._reducer.params:
                 param.grad = None
@@ -208,3 +233,8 @@ class Shadow(JoinHook):
             ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
         settle_after_join(ddp, ddp._authoritative_rank)
         stop_joining(ddp)
+
+    def _count_join(self) -> None:
+        """Count the all-reduce by which ``Join`` has just waited for other ranks."""
+        if self._ddp._join_config.is_first_joinable and not self._is_counted:
+            self._ddp._reducer.communicator.tally.started += 1

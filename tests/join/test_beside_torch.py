@@ -193,3 +193,36 @@ def test_ranks_that_disagree_on_no_sync_are_told(ctx):
     problem = error_in_join(ddp, *train)
     assert "must agree on no_sync()" in problem
     assert "of ranks [0, 1] only [1]" in problem
+
+
+def started_after(ctx, join, others=0):
+    """How many collectives this rank has counted after a join() of uneven inputs."""
+    ddp = wrapped(ctx, Scalars())
+    other = [wrapped(ctx, Scalars()) for _ in range(others)]
+    with join([*other, ddp]):
+        for _ in range(ctx.rank + 1):
+            for each in [*other, ddp]:
+                each(x_of(ctx)).backward()
+    return [each._reducer.communicator.started for each in [*other, ddp]]
+
+
+@on_ranks(3)
+def test_all_ranks_count_the_same_collectives_in_join(ctx):
+    """Else hang reports after it would take ranks that wait for missing ones."""
+    alone = started_after(ctx, lambda ddps: ddps[0].join())
+    return [*alone, *started_after(ctx, Join), *started_after(ctx, Join, others=1)]
+
+
+@on_ranks(2, fresh={"group_timeout": 40.0}, limit=30.0)
+def test_a_rank_without_inputs_does_not_wait_for_one_that_raised(ctx):
+    """It waits in torch's Join: there, too, it hears that the other has given up."""
+    ddp = wrapped(ctx, Scalars(), hang_timeout=5)
+    train = [lambda: ddp(x_of(ctx)).backward()]
+    error = error_in_join(ddp, *[*train, raise_own] * ctx.rank)
+    if ctx.rank == 0:
+        assert "Rank 1 gave up" in error
+        assert "while joining ranks that still have inputs" in error
+    ddp.reset(copy_from=0)
+    ddp.zero_grad()
+    ddp(x_of(ctx)).backward()
+    assert values(ddp) == [1.5]
