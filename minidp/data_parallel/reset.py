@@ -9,35 +9,19 @@ has failed. If the counts are equal and none has failed, every launched one can
 complete: the ranks wait for them and keep the group. Otherwise they create a new group
 and abandon the old one, together with its collectives, the memory to which these may
 still write, and the futures of comm hooks.
-
-Wrappers may share a group. What one of them has left in it would meet the collectives
-of the others, so all of them count, and all have to leave an unusable group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
-
 from minidp import comm
-from minidp.comm import Communicator, ProcessGroup
+from minidp.comm import ProcessGroup
 from minidp.core import BucketState, Reducer
 from minidp.errors import CollectiveError, explain
 
 PATIENCE_SECONDS = 5.0  # for a rank that first reports who is missing
 
 
-class _Report(NamedTuple):
-    """Hold what a rank publishes in a reset, as JSON knows it."""
-
-    counts: list[list[object]]  # of each wrapper: key, collectives started, launched
-    is_lost: bool  # one failed, or may never end
-    finalized: int  # backwards
-
-
-def agree_and_recover(
-    reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
-) -> ProcessGroup:
+def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """Reset the reducer and its bucket layout; return its process group from now on.
 
     All ranks of the group must call it together. Ranks that share no store keep the old
@@ -46,8 +30,6 @@ def agree_and_recover(
     Args:
         reducer: The reducer to reset.
         key: A prefix for keys in the store, equal on all ranks and new for each reset.
-        sharing: What other wrappers on the same group use, by a key that all ranks have
-            in common. If the group is left, their resets leave it, too.
 
     Raises:
         CollectiveError: A rank does not call this in time, or the store is gone.
@@ -57,12 +39,10 @@ def agree_and_recover(
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
     comm.free_replaced()  # by earlier resets
-    reports = _exchange(reducer, key, sharing) if comm.has_store(group) else []
+    reports = _exchange(reducer, key) if comm.has_store(group) else []
     if reports:
-        is_lost = any(each.is_lost for each in reports)
-        if is_lost or any(each.counts != reports[0].counts for each in reports):
-            for each in sharing.values():
-                each.has_failed = True
+        started, launched, lost, _ = zip(*reports, strict=True)
+        if any(lost) or len({*zip(started, launched, strict=True)}) > 1:
             comm.note_replaced(group)
             group = comm.fresh_group(group, key)
         else:
@@ -74,33 +54,31 @@ def agree_and_recover(
     reducer.rebuild_policy.reset()
     if reports:
         # Some ranks may have finished a backward that others did not.
-        reducer.ledger.agree_on(max(each.finalized for each in reports))
+        reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
         communicator.peers.move_to(group, key)
     # Without a store ranks do not wait for each other: they may not gather, either.
     reducer.adopt(queue.configure(queue.config), shares=bool(reports))
     return group
 
 
-def _exchange(
-    reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
-) -> list[_Report]:
+def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
     """Publish this rank's progress, and wait for that of all ranks.
 
     Returns:
-        A report for each rank.
+        For each rank: how many collectives it has started, how many of these are
+        asynchronous, whether one has failed or may never end, and how many backwards it
+        has finished.
 
     Raises:
         CollectiveError: A rank is late, or the store is gone.
     """
-    communicator, queue = reducer.communicator, reducer.queue
-    group, users = communicator.group, {"": communicator, **sharing}
-    is_lost = any(each.has_failed for each in users.values())
+    communicator = reducer.communicator
+    group, tally = communicator.group, communicator.tally
+    queue, is_lost = reducer.queue, communicator.has_failed
     if queue.averaging.active_comm_hook is not None:
         # A hook's future may wait for a later call, which an aborted backward skips.
         is_lost |= any(b.state is BucketState.IN_FLIGHT for b in queue.buckets)
-    tallies = [(place, users[place].tally) for place in sorted(users)]
-    counts: list[list[object]] = [[k, t.started, t.launched] for k, t in tallies]
-    mine = _Report(counts, is_lost, reducer.ledger.finalized)
+    mine = (tally.started, tally.launched, is_lost, reducer.ledger.finalized)
     # A peer may first have to run into the limit of a collective itself.
     seconds = 2 * communicator.seconds + PATIENCE_SECONDS
     ranks = range(group.size())
@@ -130,4 +108,4 @@ def _exchange(
                 remedy="a dead rank cannot be reset: restart the job",
             )
         )
-    return [_Report(*report) for report in reports.values()]
+    return list(reports.values())

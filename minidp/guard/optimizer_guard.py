@@ -40,7 +40,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from minidp.comm import Communicator
 from minidp.config import Unsynced
 from minidp.console import warn
 from minidp.core import Observer, Phase, Reducer, untraced, untraced_itself
@@ -94,7 +93,7 @@ class Guard:
         key: Callable[[], str],
         doubts: Doubts,
     ) -> None:
-        self.reducer, self.place = reducer, key
+        self.reducer = reducer
         self.acts = LocalActs(reducer, doubts)
         reducer.queue.observers.append(self.acts)
         self.doubts = doubts
@@ -622,15 +621,6 @@ class Guard:
     def others(self) -> list[Guard]:
         """Return the other live guards of this process, of any wrapper or group."""
         return [guard for guard in _live_guards() if guard is not self]
-
-    def sharing_group(self) -> dict[str, Communicator]:
-        """Return what other wrappers use this wrapper's process group, by their place.
-
-        That is their place in the store, see the constructor's ``key``.
-        """
-        group = self.reducer.communicator.group
-        others = {other.place(): other.reducer.communicator for other in self.others()}
-        return {key: each for key, each in others.items() if each.group is group}
 
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.
