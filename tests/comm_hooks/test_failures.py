@@ -18,8 +18,9 @@ from tests.wrong_uses.bad_hooks import fail, failed
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
-# Timeout of the process groups: ranks that wait so long are taken to hang before.
-NEVER = 120.0
+# Timeouts of process groups. A rank whose peer did not start a collective, but says so
+# nowhere, waits for the first; to wait for the second is taken for a hang before.
+SECONDS, NEVER = 8.0, 120.0
 BOO = ValueError("boo")
 # What a bad hook returns, of the buffer, and what the error says about it. More of them
 # go wrong in `patterns` (one bucket), and at random in `bad_hooks` (one rank).
@@ -56,7 +57,7 @@ def past_the_rebuild(ctx: Any, hook: Any, state: Any = None) -> DataParallel:
     return ddp
 
 
-on_two_ranks = on_ranks(2, fresh={"group_timeout": NEVER})
+on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
 
 
 @on_two_ranks

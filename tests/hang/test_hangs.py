@@ -410,7 +410,7 @@ def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
     """Gloo's drop tensors then; one that asks for the interpreter later aborts."""
     late = (
         "import atexit, os, threading; del ddp; dist.destroy_process_group(); "
-        "from minidp.comm import groups; groups.SETTLE_SECONDS *= 20; "
+        "from minidp.comm import endings; endings.SETTLE_SECONDS *= 20; "
         "drop = lambda: (time.sleep(0.02), os.write(1, b'DROPPED')); "
         "atexit.register(threading.Thread(target=drop, daemon=True).start)"
     )
