@@ -167,9 +167,19 @@ def captured(nodes: Sequence[Node]) -> list[int]:
 
 
 def any_reached(leaves: Iterable[Tensor]) -> bool:
-    """Return whether the running backward computes a gradient of any of ``leaves``."""
-    with torch.enable_grad():
-        nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    """Return whether the running backward computes a gradient of any of ``leaves``.
+
+    Also if it may: leaves of a `torch.func.grad` have no graph outside of it.
+    """
+    nodes: list[Node] = []
+    for leaf in leaves:
+        with torch.enable_grad():
+            view = leaf.view_as(leaf)
+        if view.grad_fn is None:
+            return True
+        node = view.grad_fn.next_functions[0][0]
+        assert node is not None
+        nodes.append(node)
     return bool(captured(nodes)) or (
         current_task() != NO_TASK and any(map(_C._will_engine_execute_node, nodes))
     )

@@ -225,11 +225,13 @@ for how in ("evaluate", "backward", "inner"):
     row(name, RIGHT, f"lent weights({how}), {BLIND}", ONE, **LEGAL)
 name = "two steps on one averaged backward, the second on one rank"
 row(name, SILENT, f"{BACKWARD}, step, blind step @1", FEW, **AB, after=times(2, STEP))
-text = "zero, gradients by torch.func, average .grad, blind step"
-name = "gradients by torch.func, averaged by hand"
-row(name, RIGHT, times(4, text), FEW, **LEGAL, **WHOLE)
-text = "zero, gradients by torch.func, blind step"
-row("gradients by torch.func, not averaged", SILENT, text, FEW, **AB)
+for name, how in [("", ""), (" through the wrapper", "(wrapper)")]:
+    text = f"zero, gradients by torch.func{how}, average .grad, blind step"
+    full = f"gradients by torch.func{name}, averaged by hand"
+    row(full, RIGHT, times(4, text), ONE if name else FEW, **LEGAL, **WHOLE)
+    text = f"zero, gradients by torch.func{how}, blind step"
+    full = f"gradients by torch.func{name}, not averaged"
+    row(full, SILENT, text, ONE if name else FEW, **AB)
 for what in ("gradients", "parameters"):
     name = f"local gradients, and an optimizer that averages {what} in its step"
     text = (

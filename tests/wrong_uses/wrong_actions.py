@@ -279,10 +279,14 @@ def use_averaging_optimizer(stage, what):
 
 
 @action("gradients by torch.func")
-def functional_gradients(stage):
-    """Set ``.grad`` by `torch.func.grad`, which no hook sees."""
+def functional_gradients(stage, through="module"):
+    """Set ``.grad`` by `torch.func.grad`, which no hook sees.
+
+    The forward is that of the module, or ``through`` the "wrapper".
+    """
     stage.count += 1
-    module, x = stage.model.module, stage.x(stage.rank, stage.count)
+    x = stage.x(stage.rank, stage.count)
+    module = stage.model if through == "wrapper" else stage.model.module
     values = {name: p.detach() for name, p in module.named_parameters()}
     grads = torch.func.grad(lambda all_: sum(squares(functional_call(module, all_, x))))
     for name, grad in grads(values).items():
