@@ -131,7 +131,7 @@ class Comparison:
         self._reducer, self._key, self._replaced = reducer, key, replaced
         self._is_asking = False
         # The ledger's `finalized` and `steps` when the last forward began.
-        self._at_forward = (0, 0)
+        self._at_forward: tuple[int, int] | None = None
         self._place, self._repeats = "", 0  # of the last comparison
         self._answered = ""  # the last question that `answer` has answered
         self._topics: list[str] = []  # of comparisons that all ranks came to

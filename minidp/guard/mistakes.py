@@ -515,10 +515,10 @@ _STEP = next(
 )
 
 
-def is_nested(optimizer: Optimizer) -> bool:
-    """Return whether the step whose hook runs is a part of another one.
+def num_running(optimizer: Optimizer) -> int:
+    """Return how many steps of an optimizer run now, one inside the other.
 
-    So it is where the optimizer's class calls ``super().step()`` in its own ``step``.
+    Two do where its class calls ``super().step()`` in its own ``step``.
     """
     frame: FrameType | None = sys._getframe()
     num_steps = 0
@@ -526,7 +526,12 @@ def is_nested(optimizer: Optimizer) -> bool:
         is_step = frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
         num_steps += is_step
         frame = frame.f_back
-    return num_steps > 1
+    return num_steps
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Return whether the step whose hook runs is a part of another one."""
+    return num_running(optimizer) > 1
 
 
 def is_nonzero(grad: torch.Tensor | None) -> bool:

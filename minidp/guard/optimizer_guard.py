@@ -63,6 +63,7 @@ from .mistakes import (
     Suspicion,
     find_cast,
     is_nested,
+    num_running,
     refuse_forward,
     suspect_late,
 )
@@ -115,8 +116,9 @@ class Guard:
         self._open_step: Suspicion | None = None
         self._asks_after_step = False
         self._tells_open_step = False  # with a warning, if nobody answers
-        # A step of gradients that differ, which the optimizer itself may average.
-        self._own_step: Suspicion | None = None
+        # A step of gradients that differ, which the optimizer itself may average. It
+        # may also step another optimizer inside, and average the parameters then.
+        self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
         self._was_made_elsewhere = False  # when such a step was judged, and right
@@ -200,7 +202,8 @@ class Guard:
             return  # one rank alone cannot differ
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
-        if suspicion is not None and self._step_trust.is_due():
+        is_judged_later = self._is_inside_own_step(optimizer)
+        if suspicion is not None and not is_judged_later and self._step_trust.is_due():
             self._judge_step(step, optimizer, suspicion)
         if joined and step.held:
             self._joined = joined
@@ -224,7 +227,7 @@ class Guard:
         if outcome is _Outcome.RIGHT:
             step.acquit()
         elif outcome is _Outcome.LEFT_TO_THE_STEP:
-            self._own_step = suspicion
+            self._own_step = weakref.ref(optimizer), suspicion
         elif outcome is not _Outcome.WRONG:
             self._open_step = suspicion
             self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
@@ -250,6 +253,8 @@ class Guard:
             return
         held = self._held_by(optimizer)
         if not held or id(optimizer) in self._allowed:
+            return
+        if self._is_inside_own_step(optimizer):
             return
         if self._own_step is not None:
             self._judge_own_step(held)
@@ -399,11 +404,16 @@ class Guard:
     def _judge_own_step(self, held: Sequence[int]) -> None:
         """Judge a step that may have averaged its gradients by what it made of them."""
         assert self._own_step is not None
-        suspicion, self._own_step = self._own_step, None
+        (_, suspicion), self._own_step = self._own_step, None
         suspicion = replace(suspicion, expected=_SAME_AFTER)
         verdict = self.comparison.of_parameters("after", held)
         self._step_trust.note(is_decided=verdict.are_all_here)
         self._conclude(verdict, suspicion=suspicion)
+
+    def _is_inside_own_step(self, optimizer: Optimizer) -> bool:
+        """Return whether this step is a part of another's, which is judged later."""
+        own = None if self._own_step is None else self._own_step[0]()
+        return own is not None and own is not optimizer and num_running(own) > 0
 
     def _check_skipped_step(self) -> None:
         """Suspect that this rank has not made an optimizer step that others made.

@@ -238,6 +238,11 @@ for what in ("gradients", "parameters"):
         f"optimizer that averages({what}), {times(4, f'zero, {LOCAL_ONE}, blind step')}"
     )
     row(name, RIGHT, text, FEW, **LEGAL, **WHOLE)
+name = "local gradients, and an optimizer that steps another one, then averages"
+text = (
+    f"averaging optimizer around another, {times(4, f'zero, {LOCAL_ONE}, blind step')}"
+)
+row(name, RIGHT, text, FEW, **LEGAL, **WHOLE)
 name = "local gradients, and an optimizer that averages nothing in its step"
 text = f"optimizer that averages(nothing), zero, {LOCAL_ONE}, blind step"
 row(name, SILENT, text, FEW, **AB)

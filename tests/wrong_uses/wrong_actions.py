@@ -278,6 +278,26 @@ def use_averaging_optimizer(stage, what):
     stage.optimizers["step"] = optimizer
 
 
+class AveragingAround(torch.optim.Optimizer):
+    """Lets another optimizer step, and averages the parameters then."""
+
+    def __init__(self, inner, group):
+        self.inner, self.group = inner, group
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for param in self.param_groups[0]["params"]:
+            torch.distributed.all_reduce(param.data, group=self.group)
+            param.data /= torch.distributed.get_world_size(self.group)
+
+
+@action("averaging optimizer around another")
+def use_optimizer_around_another(stage):
+    inner = stage.optimizers["step"]
+    stage.optimizers["step"] = AveragingAround(inner, stage.group)
+
+
 @action("gradients by torch.func")
 def functional_gradients(stage, through="module"):
     """Set ``.grad`` by `torch.func.grad`, which no hook sees.
