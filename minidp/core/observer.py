@@ -3,25 +3,33 @@
 Averages over items, the comparison of replicas, the optimizer guard, steps inside the
 backward, the search for a layout, recordings, the watch of speed and torchft are
 observers. The core calls them in the order of `BucketQueue.observers`. It knows one of
-them by name, `ItemCounts`, because the divisor depends on it. Where one may act:
+them by name, `ItemCounts`, because the divisor depends on it. These are the moments of
+a reduction, in order, and the methods that call::
 
-::
-
-    begins      the first gradient of a backward is here, and nothing is set up yet
-    launching   the first bucket is about to be launched
-    finishing   the backward is over: all buckets are launched, none is waited for
-    reduced     one bucket's averages are in ``.grad``         (only with `uses_grads`)
-    finished    all averages are in ``.grad``; the reducer is still FINALIZING
+    begins      the first gradient of a backward is here, and     Reducer._open
+                nothing is set up yet: neither divisor nor hook
+    launching   the first bucket is about to be launched          BucketQueue.launch_due
+    finishing   the backward is over: all buckets are launched,   BucketQueue.finish
+                and none was waited for
+    reduced     one bucket's averages are in ``.grad`` (called    BucketQueue.finish
+                only with `uses_grads`)
+    finished    all averages are in ``.grad``; the reducer is     BucketQueue.finish
+                still FINALIZING
 
 `sync_gradients()`, and a rank without inputs inside `join()`, reduce without a backward
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
-A `reset()` calls `abandon`, also if nothing has failed.
+`BucketQueue.reset` calls `abandon`, also if nothing has failed.
 
-A backward that no reduction is open for is told by `added_locally` for each gradient,
-and one that should have reduced, but came by no hook, by `ended_without_gradients`.
-Whoever only wants to know when things happen has `sees_times`, and gets `happened` and
-`enter`. These are sent from hot code, which asks `Observers.is_timed` first: a call for
-nobody costs, too.
+Two calls are about backwards that do not reduce. `added_locally` tells each gradient
+that comes while no reduction is open, in its hook (`Reducer.admit`).
+`ended_without_gradients` tells at the end of a backward that it should have reduced,
+but called no hook (`Reducer.end_now`).
+
+Whoever only wants to know when things happen has `sees_times`. It gets the events that
+`minidp.trace` lists: those of a bucket by `happened`, those of a step by `enter`. They
+are sent from hot code, which asks `Observers.is_timed` first, because even a call for
+nobody costs time. Not all of them come from the core: the wrapper sends where its
+forward begins, and the guard where an optimizer steps.
 """
 
 from __future__ import annotations
@@ -34,11 +42,11 @@ from minidp.trace import Moment, Recorder, StepEvent
 
 
 class Observer:
-    """Base of `BucketQueue.observers`; every method does nothing here.
+    """The base class of observers, in which every method does nothing.
 
-    A method may start collectives in `launching`, which come before those of the
-    buckets, and from `finishing` on, which come after them; never in `begins`, which
-    not all ranks get. It may remove its observer from the list.
+    An observer may start collectives in `launching`, where they come before those of
+    the buckets, and from `finishing` on, where they come after them. It must not in
+    `begins`, which not all ranks get. Any method may remove its observer from the list.
     """
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
@@ -52,56 +60,72 @@ class Observer:
     def launching(self) -> None:
         """Note that this backward's first bucket is about to be launched.
 
-        Called at the same point on all ranks, which is the only one at which a
-        collective of its own keeps its place among those of the buckets: Gloo and NCCL
-        match collectives by their order. If all buckets are skipped, called as well.
+        All ranks call it at the same point, which is the only one at which a collective
+        of an observer keeps its place among those of the buckets: Gloo and NCCL match
+        collectives by their order. It is called even if all buckets are skipped.
         """
 
     def finishing(self, *, applies_grads: bool) -> None:
-        """Note that all buckets are launched; none is waited for, or copied out.
+        """Note that all buckets are launched, and none was waited for or copied out.
 
-        ``applies_grads``: some observer applies gradients in `reduced`, so that this is
-        the last moment to refuse them.
+        Args:
+            applies_grads: Whether some observer uses averages as soon as they are there
+                (`uses_grads`), so that this is the last moment to refuse them.
         """
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Use one bucket's averages, which `finish` has just written to ``.grad``.
 
-        Called only if `uses_grads`, in bucket order, while later buckets may still be
-        reduced; also for skipped buckets and unused parameters: ``.grad`` is as before.
+        It is called only if `uses_grads`, in bucket order, while later buckets may
+        still be reduced. Skipped buckets and unused parameters are not left out: their
+        ``.grad`` is as it was before.
         """
 
     def finished(self) -> None:
-        """Note that a reduction's averages are all written; called once for each."""
+        """Note that all averages are written; this is called once per reduction."""
 
     def added_locally(self, i: int, through_outputs: Collection[int]) -> None:
-        """Note a gradient of parameter ``i`` that no reduction is open for.
+        """Note a gradient that stays local, because no reduction is open.
 
-        Called in its hook, only if `sees_local_grads`. ``through_outputs``: the running
-        graph tasks that came through outputs of the module.
+        It is called in the hook of the parameter, only if `sees_local_grads`.
+
+        Args:
+            i: The index of the parameter.
+            through_outputs: The graph tasks that run now and came through an output of
+                the module, by their ids.
         """
 
     def ended_without_gradients(self) -> None:
         """Note that a backward ended that had to reduce, and called none of our hooks.
 
-        The next backward still has to. Called before the engine returns.
+        It has left ``.grad`` alone, as `torch.autograd.grad` does, and the reducer
+        stays ARMED for the next one. This is called before the engine returns.
         """
 
     def abandon(self) -> None:
-        """Forget the reduction that runs, without waiting, as `reset()` has to."""
+        """Forget the reduction that runs, without waiting for other ranks."""
 
     def happened(self, moment: Moment, index: int) -> None:
-        """Note an event of bucket ``index`` (of parameter ``index``: PARAM_READY).
+        """Note an event of a bucket or of one gradient, on any thread.
 
-        On any thread. Only if `sees_times`; PARAM_READY only if `sees_gradients`.
+        It is called only if `sees_times`. PARAM_READY needs `sees_gradients`, too.
+        FIRST_GRADIENT comes reliably only while some observer has that, because
+        otherwise most hooks record their gradients without telling the reducer.
+
+        Args:
+            moment: What happened.
+            index: The number of the bucket, or with PARAM_READY the parameter's index.
         """
 
     def enter(self, event: StepEvent) -> None:
-        """Note an event of the step, on the thread that runs it; if `sees_times`."""
+        """Note an event of the step, on the thread where it happens.
+
+        It is called only if `sees_times`.
+        """
 
 
 class Observers:
-    """Hold the observers of one reducer, in order; tell them what happens."""
+    """The observers of one reducer, in order, and who of them is told what."""
 
     def __init__(self) -> None:
         self.backward = 0  # number of the synchronised backward
@@ -116,7 +140,7 @@ class Observers:
         self.sees_gradients = bool(self._of_gradients)
 
     def __iter__(self) -> Iterator[Observer]:
-        """Iterate over those of now: a call may add or remove an observer."""
+        """Iterate over the present ones, because a call may add or remove one."""
         return iter(self._all)
 
     def append(self, observer: Observer, *, first: bool = False) -> None:
@@ -128,19 +152,22 @@ class Observers:
         self._set(tuple(each for each in self._all if each is not observer))
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
-        """Send an event of a bucket or gradient; the callback of a future adds that."""
+        """Tell observers of an event of a bucket or of a gradient.
+
+        As the callback of a future it gets the future, too, and ignores it.
+        """
         is_gradient = moment is Moment.PARAM_READY
         for each in self._of_gradients if is_gradient else self._timed:
             each.happened(moment, index)
 
     def enter(self, event: StepEvent) -> None:
-        """Send an event of the step."""
+        """Tell observers of an event of the step."""
         for each in self._timed:
             each.enter(event)
 
 
 class Recording(Observer):
-    """Record all events of gradients and buckets for `DataParallel.set_recorder`."""
+    """The observer that records events for `DataParallel.set_recorder`."""
 
     sees_times = sees_gradients = True
 
