@@ -1,4 +1,4 @@
-"""Ask the autograd engine about tasks and graphs; keep dynamo out of our own code.
+"""Ask the autograd engine about tasks and graphs, and keep dynamo out of our code.
 
 Traced by dynamo, our bookkeeping would be recompiled for every parameter, or fail at a
 collective. `torch.compiler.disable` imports dynamo (seconds) and wraps functions (time
@@ -58,7 +58,8 @@ def outside(*, keeps_inference: bool = False) -> AbstractContextManager[None]:
     of `torch.func`, or inference mode a new tensor belongs to that context: a bucket
     that a rebuild allocates there would be of no use, or an error, in the next
     backward. With ``keeps_inference`` inference mode goes on, as it must where tensors
-    of the user are written that are made in there. Costs next to nothing otherwise.
+    of the user are written that are made in there. If the user has entered nothing of
+    this, the block costs next to nothing.
     """
     if (
         _C._len_torch_function_stack()
@@ -95,9 +96,11 @@ def is_rpc_up() -> bool:
 
 
 def find_tensors(output: object) -> list[Tensor]:
-    """Return tensors nested in lists, tuples, dict values, dataclasses, local RRefs.
+    """Return the tensors in an output of a module, which may be any object.
 
-    A tensor gives itself, any other object [].
+    They are found in lists, tuples, values of dicts, fields of dataclasses and RRefs
+    that this process owns, however deeply these are nested. An output that is a tensor
+    is the only one found; in any other object none is.
     """
     if isinstance(output, Tensor):
         return [output]
@@ -114,21 +117,25 @@ def find_tensors(output: object) -> list[Tensor]:
 
 
 def probe_outputs(output: object, probe: Callable[[Any], None]) -> None:
-    """Register ``probe(grads)`` as prehook of each output tensor's grad_fn, if any."""
+    """Let ``probe(grads)`` be called when a backward comes through these outputs.
+
+    It becomes a prehook of the ``grad_fn`` of each tensor that has one, so it is called
+    once for each of them, before the gradients of the module are computed.
+    """
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(probe)
 
 
 def reachable_nodes(output: object) -> set[Node]:
-    """Return all graph nodes that a backward from ``output`` can reach."""
+    """Return all nodes of the graph that a backward of ``output`` can reach."""
     return _nodes_behind(
         [t.grad_fn for t in find_tensors(output) if t.grad_fn is not None]
     )
 
 
 def _nodes_behind(stack: list[Node]) -> set[Node]:
-    """Return the nodes in ``stack``, which is used up, and all that they lead to."""
+    """Return the nodes in ``stack``, and all that they lead to; empty the stack."""
     seen: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -141,19 +148,27 @@ def _nodes_behind(stack: list[Node]) -> set[Node]:
 def unreachable(
     output: object, nodes: Sequence[Node], among: Iterable[int]
 ) -> set[int]:
-    """Return indices of ``among`` that no backward of ``output`` reaches.
+    """Return the parameters to which no backward of ``output`` brings a gradient.
 
-    Empty if no tensor in ``output`` has a graph. ``nodes``: AccumulateGrad by index.
+    Args:
+        output: What a forward has returned. If none of its tensors has a graph, no
+            backward can come, and the result is empty.
+        nodes: The AccumulateGrad node of each parameter, by index.
+        among: The indices of the parameters to look for.
     """
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached} if reached else set()
 
 
 def captured(nodes: Sequence[Node]) -> list[int]:
-    """Return indices of ``nodes`` whose gradients this backward returns to its caller.
+    """Return the indices of parameters whose gradients go to the caller.
 
-    ``nodes``: AccumulateGrad nodes. Only `torch.autograd.grad` returns gradients. Call
-    this inside the backward, or in its final callback; elsewhere it returns [].
+    `torch.autograd.grad` returns ("captures") gradients and leaves ``.grad`` alone, so
+    no hook of these parameters is called. This must be asked inside the backward or in
+    its final callback; elsewhere nothing is found.
+
+    Args:
+        nodes: The AccumulateGrad node of each parameter, by index.
     """
     found: list[int] = []
     if current_task() == NO_TASK:
@@ -169,7 +184,8 @@ def captured(nodes: Sequence[Node]) -> list[int]:
 def any_reached(leaves: Iterable[Tensor]) -> bool:
     """Return whether the running backward computes a gradient of any of ``leaves``.
 
-    Also if it may: leaves of a `torch.func.grad` have no graph outside of it.
+    It returns True also where nobody can tell: leaves of a `torch.func.grad` have no
+    graph outside of it.
     """
     nodes: list[Node] = []
     for leaf in leaves:
@@ -191,7 +207,7 @@ _CHECKPOINT = "CheckpointFunctionBackward"
 
 
 class _Zeros(torch.autograd.Function):
-    """Stand for a loss without its graph: give zeros to its leaves, see `zeros_for`."""
+    """The function that `zeros_for` puts in the place of a graph."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, plan: _ZerosPlan, *_leaves: Tensor) -> Tensor:
@@ -267,20 +283,20 @@ def _zeros_at(edge: GradientEdge) -> Tensor:
 
 
 def untraced(function: Function) -> Function:
-    """Mark and return ``function``: dynamo runs it and its callees as plain Python."""
+    """Let dynamo run a function, and all that it calls, as plain Python; return it."""
     return _mark(function, _FrameAction.SKIP)
 
 
 def untraced_itself(function: Function) -> Function:
-    """Mark and return ``function``: dynamo skips it, but compiles what it calls."""
+    """Let dynamo leave out a function, but compile what it calls; return it."""
     return _mark(function, _FrameAction.DEFAULT)
 
 
 def is_captured() -> bool:
     """Return whether ``torch.export`` or ``torch.jit.trace`` runs this thread's code.
 
-    What they capture is a program without ranks: nothing is to be synchronised, and no
-    parameter of it is one of the model's.
+    What they capture is a program without ranks, in which nothing may be synchronised.
+    The parameters in it are not those of the model.
     """
     return torch.compiler.is_exporting() or _C._get_tracing_state() is not None
 
@@ -298,10 +314,13 @@ def _mark(function: Function, callees: _FrameAction) -> Function:
 
 
 def refuse_compiled(rank: int) -> None:
-    """Raise GradientError if compiled autograd captures or runs the current backward.
+    """Refuse a backward that compiled autograd captures or runs.
 
-    Call this in a hook of the backward. Hooks in C++ are called while it is captured,
-    those in Python while it runs.
+    The hooks of a backward call this: those in C++ are called while the backward is
+    captured, those in Python while it runs.
+
+    Raises:
+        GradientError: Compiled autograd has this backward.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is None:

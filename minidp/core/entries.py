@@ -1,4 +1,8 @@
-"""Say what is recorded of each gradient in a backward: an entry per parameter."""
+"""What is recorded of each gradient in a backward: one `Entry` per parameter.
+
+A grad hook is called for every gradient, so it must decide at once. One look at the
+entry tells it whether it may record the gradient by itself (`GradState`).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,15 @@ COPY_AT_ONCE_BYTES = 64 * 1024
 
 
 def is_copied_at_once(param: Tensor) -> bool:
-    """Return whether ``param`` has 64 KiB or more: its Python hook copies at once."""
+    """Return whether the Python hook of a parameter copies its gradient at once.
+
+    It does for a parameter of at least `COPY_AT_ONCE_BYTES`.
+    """
     return param.nbytes >= COPY_AT_ONCE_BYTES
 
 
 class GradState(Enum):
-    """State of an entry without a gradient in it: who shall record one, or COPIED."""
+    """What an entry says while it holds no gradient, above all who shall record one."""
 
     CLOSED = "closed"  # no reduction is open: the hook asks the reducer
     UNSET = "unset"  # not arrived: the hook will record it, the usual case
@@ -27,9 +34,14 @@ class GradState(Enum):
     COUNTED = "counted"  # static graph: the mode counts the arrivals
 
 
+# A gradient that arrived and is not copied yet; None if it arrived without one; or a
+# state.
 Entry = GradState | Tensor | None
 
 
 def has_arrived(entry: Entry) -> bool:
-    """Return whether an entry is COPIED, a gradient, or None (arrived without one)."""
+    """Return whether nothing more is to come: it arrived, maybe without a gradient.
+
+    A missing gradient that was filled in counts as arrived, too.
+    """
     return not isinstance(entry, GradState) or entry is GradState.COPIED

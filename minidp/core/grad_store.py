@@ -1,8 +1,8 @@
-"""Say where a backward keeps its gradients, if that is not ``.grad``.
+"""Where a backward keeps its gradients, if that is not ``.grad``.
 
 The core reads and writes ``.grad``. A backward of distributed autograd (RPC) keeps its
-gradients elsewhere; whoever knows that place lends them to ``.grad`` for as long as a
-bucket reads or writes them. So the rest of the core has no second way.
+gradients elsewhere. Whoever knows that place lends them to ``.grad`` for as long as a
+bucket reads or writes them, so that the rest of the core knows ``.grad`` only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class GradStore:
-    """The usual store, ``.grad``; `data_parallel.dist_autograd` has another one."""
+    """The usual store, which is ``.grad`` itself, so that nothing is to be done.
+
+    `minidp.data_parallel.dist_autograd` has the other one.
+    """
 
     is_elsewhere = False  # this reduction's gradients are not in ``.grad``
 
@@ -24,26 +27,40 @@ class GradStore:
         """Note that a synchronising forward has ended."""
 
     def has_gradient(self, i: int) -> bool:
-        """Return whether parameter ``i``, whose hook runs now, has one elsewhere."""
+        """Return whether the gradient of parameter ``i`` is not in ``.grad``.
+
+        This is asked in the hook of that parameter.
+        """
         return False
 
     def open(self, i: int) -> None:
-        """Begin a reduction in the hook of parameter ``i``; set `is_elsewhere`."""
+        """Begin a reduction, in the hook of parameter ``i``, and set `is_elsewhere`."""
 
     def resume(self, i: int) -> None:
-        """Go on with it in ``i``'s hook; raise if this backward uses another place."""
+        """Go on with a paused reduction, in the hook of parameter ``i``.
+
+        Raises:
+            GradientError: This backward keeps its gradients in another place than the
+                one before.
+        """
 
     def lent(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a block in which ``.grad`` are the gradients of this reduction.
+        """Return a context in which ``.grad`` has the gradients of this reduction.
 
-        After it ``.grad`` are as before, and the store has what was written to them.
+        After it the parameters have their former ``.grad``, and the store has what was
+        written meanwhile.
         """
         return _AS_IT_IS
 
     def check_used(self, counts: Tensor) -> None:
         """Raise on all ranks if averages could not be written on some of them.
 
-        ``counts``: by parameter index, how many ranks used it.
+        Args:
+            counts: How many ranks used each parameter, as an int32 tensor of the shape
+                (parameters,).
+
+        Raises:
+            GradientError: Some ranks, but not all of them, have used a parameter.
         """
 
     def close(self) -> None:
