@@ -1,8 +1,8 @@
 """Add up one small tensor over the ranks, in a message of its own beside the buckets.
 
-The map of used parameters and the counts of items travel so. Their sums are started
-early and read late, and that of a used-map often by nobody: no rank waits before it
-reads, or starts the next one.
+The map of used parameters and the counts of items travel in this way. Their sums are
+started early and read late, and the sum of a used-map is often read by nobody. So no
+rank waits before it reads a sum, or starts the next one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ from minidp.shared_memory import SharedBuffer
 
 
 class Exchange:
-    """One sum over the ranks, again and again; the constructor starts none.
+    """One sum over the ranks, to be started again and again.
 
-    ``what`` names it in errors. ``part``: number and dtype of the elements that each
-    rank brings. They are added up, or with ``by_rank`` become rows of a table.
-    ``uses_forward_group``: it is not started in every backward, so that on the group of
-    the buckets Gloo might match it with another collective. In shared memory (`use`)
-    exchanges cannot be mixed up.
+    The constructor starts nothing.
+
+    Args:
+        what: Names the sum in errors, as in "waiting for WHAT".
+        part: Number and dtype of the elements that each rank brings.
+        device: Where the elements lie.
+        communicator: The communicator of the ranks.
+        by_rank: Whether the elements become rows of a table, one for each rank, instead
+            of being added up.
+        uses_forward_group: Whether to use the group for collectives in forwards. A sum
+            that is not started in every backward needs it, because on the group of the
+            buckets Gloo might match it with another collective. In shared memory
+            (`use`) exchanges cannot be mixed up.
     """
 
     def __init__(
@@ -43,22 +51,26 @@ class Exchange:
         self._part, self._by_rank = part, by_rank
         self.uses_forward_group = uses_forward_group
         self.is_open = False  # started, and its owner has not read it yet
-        # The sum, or a row of each rank, once settled; None: there has been none.
+        # The sum, or a row for each rank, valid after `settle`; None before the first.
         self.values: Tensor | None = None
         self._launching, self._waiting = f"launching {what}", f"waiting for {what}"
         self._device = device
         self._communicator = communicator
         self._work: Work | None = None  # may outlast the backward
-        self._shared: SharedBuffer | None = None  # through which it goes; None: group
+        # The memory through which the sum travels; None if it does so as a message.
+        self._shared: SharedBuffer | None = None
 
     @property
     def shape(self) -> tuple[int, torch.dtype]:
-        """Number of elements that travel, in a group that may be a new one; dtype."""
+        """Number and dtype of the elements that travel, in the present group."""
         (numel, dtype), size = self._part, self._communicator.size
         return (numel * size if self._by_rank else numel), dtype
 
     def blank(self) -> Tensor:
-        """Return zeros to fill in, and then to `start`; first `settle`."""
+        """Return zeros to write this rank's part to, and then to pass to `start`.
+
+        If an earlier sum is still in flight, this waits for it first.
+        """
         self.settle()
         if self._shared is not None:
             return self._shared.values.zero_()
@@ -66,7 +78,14 @@ class Exchange:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def start(self, mine: Tensor) -> None:
-        """Collective: start to add up what each rank brings; first `settle`."""
+        """Start to add up what each rank brings, without waiting for it.
+
+        All ranks must call it together. It waits only for an earlier sum that is still
+        in flight.
+
+        Args:
+            mine: What this rank brings, of this `shape`; the sum may be written to it.
+        """
         self.settle()
         self.is_open = True
         group = self._communicator.group
@@ -83,23 +102,30 @@ class Exchange:
             self._communicator.note_started(self._work)
 
     def settle(self) -> None:
-        """Wait for the sum in flight, if there is one; CollectiveError if it fails."""
+        """Wait for the sum that is in flight, if there is one.
+
+        Raises:
+            CollectiveError: It has failed, or is late.
+        """
         if self._work is not None:
             with self._communicator.watching(self._waiting):
                 self._communicator.wait(self._work)
             self._work = None
 
     def take(self) -> Tensor:
-        """Wait for the sum, and return it; the next one leaves this tensor alone."""
+        """Wait for the sum, and return it in a tensor that the next sum leaves alone.
+
+        It must have been started, and can be taken only once.
+        """
         self.settle()
         assert self.values is not None
         taken, self.values, self.is_open = self.values, None, False
         return taken if self._shared is None else taken.clone()
 
     def use(self, shared: SharedBuffer | None) -> None:
-        """Go through ``shared`` memory of this `shape` from now on; None: the group.
+        """Travel through ``shared`` memory of this `shape`, or with None as a message.
 
-        First `settle`; `values` stay.
+        If a sum is in flight, this waits for it first. Its `values` stay.
         """
         self.settle()
         if self._shared is not None and self.values is not None:
@@ -107,5 +133,5 @@ class Exchange:
         self._shared = shared
 
     def drop(self) -> None:
-        """Forget the sum, also one in flight, without waiting."""
+        """Forget the sum without waiting, even if it is in flight."""
         self.is_open, self._work, self.values = False, None, None

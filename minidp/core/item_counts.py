@@ -29,7 +29,7 @@ _FLAGS, _COUNT, _LOSS = range(3)  # the columns of the message
 
 @dataclass(frozen=True, eq=False)
 class ItemTotals:
-    """Hold the ranks' items of one synchronised backward, and mean loss; float64."""
+    """How many items a synchronised backward had, and their mean loss, all float64."""
 
     count: Tensor  # items of all ranks and micro-batches, shape ()
     mean_loss: Tensor  # over these items, shape (); NaN if a rank gave no loss
@@ -38,20 +38,23 @@ class ItemTotals:
 
 @dataclass(eq=False)
 class _Step:
-    """Hold this rank's counts, losses and forwards since its counts were last sent."""
+    """What this rank has counted since it last sent its counts."""
 
-    # Per call count, loss, and when they are computed. A tensor if on a GPU: float64.
+    # For each call of `add` the count, the loss, and the event after which both are
+    # computed. A number on a GPU is a float64 tensor.
     said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
         default_factory=list
     )
-    # Averages that a backward began on: parameter, .grad, its version, is it not zero?
+    # Averages on which a backward began: the parameter, its .grad, the version of that,
+    # and whether it is not all zeros.
     averages: list[tuple[Tensor, Tensor, int, Tensor]] = field(default_factory=list)
     forwards: int = 0  # in grad mode
 
     def is_stale(self) -> Tensor | bool:
-        """Return whether a nonzero ``.grad`` in `averages` was changed since `look`.
+        """Return whether a ``.grad`` with averages was changed since `look`.
 
-        A bool tensor, not read here; False if no ``.grad`` has changed.
+        Zeros do not count. The answer is a bool tensor, which is not read here, or
+        False if no ``.grad`` was changed at all.
         """
         found = [
             is_average
@@ -62,7 +65,7 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """Those of SILENT, EACH, FEWER that apply, added up; not STALE."""
+        """The flags of this rank added up, without STALE, which a device may have."""
         calls = len(self.said)
         flags = SILENT * (not calls)
         if calls == self.forwards > 1:
@@ -76,8 +79,12 @@ class ItemCounts(Observer):
     """Count this rank's items, send them with a reduction, and read those of all ranks.
 
     A reducer has one only with ``average_over="items"``. In `finishing` it sets `scale`
-    to what makes sums of gradients means over all items. ``sampled()`` returns
-    parameters whose gradients have arrived when counts are sent.
+    to what makes sums of gradients means over all items.
+
+    Args:
+        communicator: The communicator of the ranks.
+        device: The device of the gradients, on which the counts travel.
+        sampled: Returns parameters whose gradients have arrived when counts are sent.
     """
 
     def __init__(
@@ -99,21 +106,31 @@ class ItemCounts(Observer):
         # What reduced gradients are multiplied by: a tensor if only the device knows.
         self.scale: float | Tensor = 1.0
         self._step = _Step()
-        self.holds_averages = False  # no backward began since averages were written
-        # Of the last reduction, by rank: flags, count, loss. Float64, on the device.
+        # Averages were written to .grad, and no backward has begun since.
+        self.holds_averages = False
+        # What the ranks said for the last reduction: a float64 tensor of the shape
+        # (ranks, 3), on the device.
         self._facts: Tensor | None = None
         self._late: tuple[Tensor, torch.cuda.Event] | None = None  # see `check`
-        # A graph task, and whether all losses in it were weighed by 0, on a device.
+        # The id of a graph task, and whether all its losses are for 0 items: a tensor
+        # on a device.
         self._weighed: tuple[int, Tensor] | None = None
 
     # -- what this rank says -----------------------------------------------------------
 
     def add(self, count: object, loss: object = None) -> None:
-        """Add ``count`` items of one micro-batch; ``loss``: the sum of theirs, to log.
+        """Add the items of one micro-batch to this rank's.
 
-        Tensors are copied, and not read on the host unless they are on the CPU. Items
-        without a loss make the mean loss NaN. TypeError: no real number, nor a tensor
-        of one; RuntimeError: this rank's counts were sent, and the backward still runs.
+        Args:
+            count: The number of items, or a tensor of it. A tensor is copied, and the
+                host reads it only if it is on the CPU.
+            loss: The sum of their losses, a number or a tensor of one, which is needed
+                only for the mean loss. Items without a loss make that NaN.
+
+        Raises:
+            TypeError: An argument is no real number.
+            RuntimeError: This rank's counts were sent already, and the backward that
+                sent them still runs.
         """
         if self.exchange.is_open:
             raise RuntimeError(
@@ -141,13 +158,13 @@ class ItemCounts(Observer):
         self._step.forwards += 1
 
     def look(self) -> None:
-        """Note which gradients hold averages; called when a backward begins.
+        """Note which ``.grad`` hold averages, when a backward begins.
 
-        It looks at the three smallest parameters that ``sampled()`` returns.
-        Does something only in the first call after averages were written. Adding new
-        gradients to averages would give a sum that is no mean: if a ``.grad`` that is
-        not all 0 changes before the counts are sent, the step fails on all ranks.
-        Averages that the backward leaves alone may stay.
+        New gradients that are added to averages would give a sum that is no mean. So if
+        such a ``.grad`` changes before the counts are sent, the step fails on all ranks
+        (STALE). It may hold zeros, and it may hold averages that the backward leaves
+        alone. To save time only three parameters are looked at, the smallest ones that
+        ``sampled()`` returns, and only in the first backward after a reduction.
         """
         if self.holds_averages:
             self.holds_averages = False
@@ -157,18 +174,29 @@ class ItemCounts(Observer):
                     self._step.averages.append(found)
 
     def note_weighed(self, task: int, is_zero: Tensor) -> None:
-        """Note that graph task ``task`` has begun on a loss, and if it is for 0 items.
+        """Note that a backward has begun on a loss that was weighed by a count.
 
-        ``is_zero`` is on a device, and not read.
+        Args:
+            task: The id of the graph task.
+            is_zero: Whether the loss is for 0 items: a bool tensor on a device, which
+                is not read.
         """
         if self._weighed is not None and self._weighed[0] == task:
             is_zero = is_zero.logical_and(self._weighed[1])
         self._weighed = task, is_zero
 
     def cleaned(self, task: int, grads: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return ``grads``, but zeros if all losses of ``task`` are for 0 items.
+        """Return gradients that are zeros if all losses of a backward are for 0 items.
 
-        None if no loss of the task was weighed by a count on a device (`note_weighed`).
+        In that case they might be NaN. Nothing is read on the host.
+
+        Args:
+            task: The id of the graph task.
+            grads: Gradients in it, each a tensor or None.
+
+        Returns:
+            As many gradients, or None if nothing may have to change, because no loss of
+            the task was weighed by a count on a device (`note_weighed`).
         """
         if self._weighed is None or self._weighed[0] != task:
             return None
@@ -180,7 +208,7 @@ class ItemCounts(Observer):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which this rank counts 0 items; then restore its own."""
+        """Return a context in which this rank has 0 items; its own stay for later."""
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0, None)])
         try:
@@ -191,9 +219,10 @@ class ItemCounts(Observer):
     # -- what travels ------------------------------------------------------------------
 
     def launching(self) -> None:
-        """Collective: start to sum the counts; count anew from 0, for the next step.
+        """Start to exchange the counts, and count from 0 for the next step.
 
-        `add` raises from now until `finishing`. Waits for no GPU.
+        All ranks call it together. Until `finishing`, `add` raises. It waits for no
+        GPU.
         """
         step, self._step = self._step, _Step()
         message = self.exchange.blank()
@@ -201,7 +230,7 @@ class ItemCounts(Observer):
         self.exchange.start(message)
 
     def _write(self, step: _Step, row: Tensor) -> None:
-        """Write this rank's flags, count and loss into its ``row`` of the message."""
+        """Write this rank's flags, count and loss to its row of the message."""
         counts = [count for count, _, _ in step.said]
         losses = [loss for _, loss, _ in step.said]
         if row.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
@@ -218,11 +247,14 @@ class ItemCounts(Observer):
         row[_LOSS] = total(losses, row.device)
 
     def finishing(self, *, applies_grads: bool) -> None:
-        """Wait for all ranks' counts; set the scale by which sums become means.
+        """Wait for all ranks' counts, and set the scale that makes means of sums.
 
-        Lets `add` count again. On the CPU raises ItemCountError in the cases of
-        `check`. On CUDA the scale is a tensor, and the host waits for nothing unless
-        ``applies_grads``: `check` raises later.
+        From now on `add` counts again. On CUDA the scale is a tensor, and the host does
+        not wait, so that only `check` can raise. With ``applies_grads`` that would be
+        too late, and it is called here.
+
+        Raises:
+            ItemCountError: As `refuse_counts` says.
         """
         self._facts = facts = self.exchange.take().view(-1, 3)
         self.holds_averages = True
@@ -242,17 +274,20 @@ class ItemCounts(Observer):
 
     @property
     def totals(self) -> ItemTotals | None:
-        """What the last backward got, even if it raised; None before the first."""
+        """The items of the last backward, even if it raised; None before the first."""
         if (facts := self._facts) is None:
             return None
         count = facts[:, _COUNT].sum()
         return ItemTotals(count, facts[:, _LOSS].sum() / count, facts[:, _COUNT])
 
     def check(self) -> None:
-        """Wait for the last backward's counts on CUDA; raise if they give no mean.
+        """Wait for the last backward's counts on CUDA, and raise if they give no mean.
 
-        No-op on the CPU, where `finishing` has raised, and in a second call.
-        ItemCountError in the cases of `refuse_counts`.
+        On the CPU `finishing` has done that, and there is nothing left to do. The same
+        is true of a second call.
+
+        Raises:
+            ItemCountError: As `refuse_counts` says.
         """
         late, self._late = self._late, None
         if late is not None:
@@ -260,6 +295,6 @@ class ItemCounts(Observer):
             refuse_counts(self._communicator.rank, late[0].tolist())
 
     def abandon(self) -> None:
-        """Forget what was counted and sent; keep `totals`."""
+        """Forget what was counted and sent, but keep `totals`."""
         self._step, self._late, self._weighed = _Step(), None, None
         self.holds_averages = False

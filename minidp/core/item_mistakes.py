@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minidp.errors import MAX_NAMES, ItemCountError, explain
 
-# What a rank says of its counts, added up.
+# What a rank says of its counts: a sum of those that apply.
 SILENT = 1  # this rank has counted nothing
 STALE = 2  # its backward added to averages
 EACH = 4  # it has counted once for each of several forwards
@@ -16,12 +16,18 @@ _MOST = sys.float_info.max  # of the sum of all counts
 
 
 def refuse_counts(rank: int, rows: Sequence[Sequence[float]]) -> None:
-    """Raise ItemCountError if no mean can be taken over the items of all ranks.
+    """Raise an error if no mean can be taken over the items of all ranks.
 
-    That is so if a rank never counted, or its number is negative, NaN or too large; if
-    a backward added to averages; if one rank counted less often than it ran forwards,
-    though another counted once for each of several; or if all counts are 0. ``rows``
-    are what the ranks said: flags (the constants above), count and loss.
+    Args:
+        rank: This rank, which the text names.
+        rows: What each rank said, in rank order: flags (the constants above, added up),
+            the number of its items, and the sum of their losses.
+
+    Raises:
+        ItemCountError: A rank counted nothing, or its number is negative, NaN or too
+            large. A backward added to averages. A rank counted less often than it ran
+            forwards, though another counted once for each of several. Or all numbers
+            are 0.
     """
     told = [(r, int(flags), count) for r, (flags, count, _) in enumerate(rows)]
     if (problem := _problem(told)) is None:
@@ -42,9 +48,12 @@ def refuse_counts(rank: int, rows: Sequence[Sequence[float]]) -> None:
 
 
 def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | None:
-    """Return texts of the first problem: what is wrong, was expected, and is to do.
+    """Return the first problem, or None if a mean can be taken.
 
-    None if a mean can be taken. ``told``: per rank its number, flags and count.
+    The problem is three texts: what is wrong, what was expected, and what to do.
+
+    Args:
+        told: For each rank its own number, its flags, and how many items it counted.
     """
     silent, stale, each, few = (
         [r for r, flags, _ in told if flags & flag]
@@ -94,7 +103,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _few(items: Sequence[object]) -> str:
-    """Return text: at most 10 items, joined by commas, and how many more there are."""
+    """Join the first few items by commas, and say how many more there are."""
     more = len(items) - MAX_NAMES
     text = ", ".join(map(str, items[:MAX_NAMES]))
     return f"{text} and {more} more" if more > 0 else text

@@ -1,4 +1,8 @@
-"""Take numbers of items as users give them: also tensors that only a GPU can read."""
+"""Read the numbers of items that users give, without waiting for a GPU.
+
+A number may be a tensor on a GPU, because labels are counted there. To read it would
+make the host wait for all kernels that are queued, so it stays a tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,17 @@ def is_known(tensor: Tensor) -> bool:
 
 
 def number_of(what: str, value: object) -> Tensor | float:
-    """Return a number, or a CPU tensor of one, as a float; of a GPU tensor a copy.
+    """Return a number as a float, or if it is on a GPU as a tensor.
 
-    The copy is a detached float64 tensor of shape (), not waited for. TypeError for
-    anything that is no real number; its text begins with ``what``.
+    The tensor is a detached copy, of dtype float64 and shape (), which was not waited
+    for.
+
+    Args:
+        what: Names the number; the text of an error begins with it.
+        value: A number, or a tensor of one element.
+
+    Raises:
+        TypeError: The value is no real number.
     """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:
@@ -49,11 +60,18 @@ def total(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def weighted(loss: Tensor, count: object) -> Tensor | None:
-    """Return ``loss * count``, a sum of losses; None if ``count`` is known to be 0.
+    """Return ``loss * count``, which is a sum of losses if ``loss`` is their mean.
 
-    On an accelerator it is not known here: there 0 items give 0, and to ``loss`` a
-    gradient of 0, even for NaN. Counts nothing. TypeError unless ``loss`` is one
-    floating-point number, and ``count`` a real one.
+    If there are 0 items, the mean is NaN and must not reach the gradients. The result
+    is None then, if ``count`` can be read here. On an accelerator it cannot: there the
+    product is 0, and gives ``loss`` a gradient of 0, even if the loss is NaN.
+
+    Args:
+        loss: The mean loss, a floating-point tensor of one element.
+        count: The number of items, or a tensor of it.
+
+    Raises:
+        TypeError: ``loss`` or ``count`` is something else.
     """
     is_one = isinstance(loss, Tensor) and loss.numel() == 1
     if not is_one or not loss.is_floating_point():

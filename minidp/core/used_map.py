@@ -1,4 +1,8 @@
-"""Exchange the used-map: which parameters any rank used (find_unused_parameters)."""
+"""Exchange which parameters each rank used (``find_unused_parameters``).
+
+A parameter that no rank used must keep its ``.grad``, as in torch. One that some other
+rank used gets the average of all ranks, so each rank has to know what the others used.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,16 @@ from .exchange import Exchange
 
 
 class UsedMap:
-    """Sum over ranks, for each parameter, whether a rank used it; wait only if needed.
+    """For each parameter, how many ranks used it.
 
-    One backward: `launch`, then `unused_everywhere`. ``uses_forward_group``: see
-    `Exchange`.
+    A backward calls `launch`, and then `unused_everywhere`, which waits for the other
+    ranks only if it must.
+
+    Args:
+        num_params: The number of parameters.
+        device: The device on which the map travels.
+        communicator: The communicator of the ranks.
+        uses_forward_group: As in `Exchange`.
     """
 
     def __init__(
@@ -39,21 +49,24 @@ class UsedMap:
         self._is_known = False  # this rank used every parameter
 
     def launch(self, used: Collection[int]) -> None:
-        """Collective: start to exchange ``used``, indices that this rank used.
+        """Start to tell the other ranks which parameters this rank used, by index.
 
-        First waits for the previous exchange, if it still runs. No-op if
-        `unused_everywhere` has not been called since the last `launch`.
+        All ranks must call it together. It waits only for the exchange before, if that
+        still runs. A second call before `unused_everywhere` does nothing.
         """
         if not self.exchange.is_open:
             self.relaunch(used)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Collective: start to exchange ``used``, like `launch`, but never a no-op."""
+        """Start an exchange like `launch`, even if nobody has read the one before.
+
+        All ranks must call it together.
+        """
         self._is_known = len(set(used)) == self._num_params
         self.exchange.start(self._flags(used))
 
     def _flags(self, used: Collection[int]) -> Tensor:
-        """Return a flag per parameter on the device: int32, 1 for ``used``, else 0."""
+        """Return an int32 tensor on the device: 1 for each parameter used, else 0."""
         flags = [0] * self._num_params
         for i in used:
             flags[i] = 1
@@ -65,11 +78,13 @@ class UsedMap:
         return mine.to(self._device, non_blocking=True)
 
     def unused_everywhere(self) -> frozenset[int]:
-        """Return the indices that no rank used; at most once after each `launch`.
+        """Return the indices of the parameters that no rank used.
 
-        Empty if called again, or before. Waits only if this rank itself left a
-        parameter out. If not, no index can be unused: returns at once, and the next
-        launch waits for the exchange.
+        After each `launch` only the first call tells; any other returns none.
+
+        It waits for the other ranks only if this rank itself left a parameter out.
+        Otherwise there can be none that nobody used, so it returns at once, and the
+        next launch waits for the exchange.
         """
         was_open, self.exchange.is_open = self.exchange.is_open, False
         if not was_open or self._is_known:
@@ -78,9 +93,10 @@ class UsedMap:
 
     @property
     def last_counts(self) -> Tensor:
-        """How many ranks used each parameter, at the last exchange (int32).
+        """How many ranks used each parameter: an int32 tensor of shape (parameters,).
 
-        Waits for it if it still runs. Zeros before the first one, and after a reset.
+        It comes from the last exchange, for which this waits. Before the first one, and
+        after a reset, it is all zeros.
         """
         self.exchange.settle()
         if self.exchange.values is None:
