@@ -1,4 +1,4 @@
-"""Decide which gradients a backward must bring: one class per mode of the reducer.
+"""Decide which gradients a backward must bring, by one class per mode of the reducer.
 
 ==================  =======================  =====================================
 mode                a parameter arrives      missing gradients at the end
@@ -9,10 +9,13 @@ StaticGraph         as often as in the       first backward: as FindUnused;
                     first backward           later: stay pending
 ==================  =======================  =====================================
 
-The reducer asks, a mode answers, and the reducer acts. A mode knows no reducer: it is
-told what arrived and what a forward could reach, and holds what earlier backwards have
-shown. What the default does not need is told by attributes (`absent`,
-`fills_in_missing`), so that it costs no call.
+The reducer asks, a mode answers, and the reducer acts. A mode knows no reducer. It is
+told what arrived and what a forward could reach, and remembers what earlier backwards
+have shown. What the default mode does not need is in attributes (`absent`,
+`fills_in_missing`), so that it costs no call there.
+
+"Missing" are gradients that have not come when the backward ends. "Absent" are those
+whose absence this rank predicts when the backward begins.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from .entries import Entry, GradState
 
 
 class Arrival(NamedTuple):
-    """Hold what a mode is told of a gradient that no hook may record by itself."""
+    """What a mode is told of a gradient that no hook may record by itself."""
 
     i: int  # index of the parameter
     entry: Entry  # what is recorded of it so far
@@ -58,7 +61,7 @@ class Decision(Enum):
 
 
 class Mode:
-    """Base class of modes: tell the reducer what gradients a backward must bring."""
+    """The base class of modes, in which each parameter brings one gradient."""
 
     fills_in_missing = False  # at the end of the backward, so that all buckets launch
     orders_buckets = True  # buckets may be rebuilt in this backward's ready order
@@ -89,41 +92,60 @@ class Mode:
         )
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
-        """Search a synchronising forward's graph for `absent` parameters; here no-op.
+        """Predict which parameters the next backward will not reach, and set `absent`.
 
-        ``nodes``: AccumulateGrad nodes by parameter index.
+        It is called at the end of a synchronising forward. The base class predicts that
+        all will come.
+
+        Args:
+            output: What the forward has returned, with the graph of its tensors.
+            nodes: The AccumulateGrad node of each parameter, by index.
         """
 
     def first_marks(self) -> dict[int, GradState]:
-        """Return entries, by index, that begin a backward unlike the rest; here {}."""
+        """Return, by index, the entries that a backward begins with, where not usual.
+
+        It is asked only if the mode `counts_arrivals`.
+        """
         return {}
 
     def decide(self, arrival: Arrival) -> Decision:
-        """Decide about a gradient that arrives; here RECORD the first one.
+        """Decide what to do with a gradient that arrives.
 
-        Not called for entries that are UNSET: their hook records the gradient.
+        The base class records the first one of a parameter, and refuses a second. An
+        entry that is UNSET is recorded by the hook, and nobody is asked.
         """
         is_first = arrival.entry is GradState.VIA_REDUCER
         return Decision.RECORD if is_first else Decision.REFUSE
 
     def reached(self, used_locally: Collection[int]) -> Collection[int]:
-        """Return the parameters that this rank's coming backward may bring.
+        """Return which parameters may contribute to the coming reduction on this rank.
 
-        ``used_locally``: those that backwards have brought since the last reduction.
+        Args:
+            used_locally: Those whose gradients local backwards have brought since the
+                last reduction. They travel, too, even if the backward does not reach
+                them.
         """
         return {*range(self._num_params)} - ({*self.absent} - {*used_locally})
 
     def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Learn at the end what was missing, and what no rank used; here no-op."""
+        """Learn, when a backward is over, what was missing and what no rank used.
+
+        The base class has nothing to learn.
+
+        Args:
+            missing: The parameters that this rank filled in, in ascending order.
+            untouched: The parameters whose ``.grad`` was left alone on all ranks.
+        """
 
     def shadowed(self, untouched: Collection[int]) -> None:
-        """Learn what no rank used in a backward of the others; here no-op.
+        """Learn what no rank used, in a backward in which only the others had inputs.
 
-        This rank had no inputs, and sent zeros (`join`).
+        This rank has sent zeros (`join`). The base class has nothing to learn.
         """
 
     def reset(self) -> None:
-        """Forget what earlier backwards showed; here no-op."""
+        """Forget what earlier backwards have shown, which here is nothing."""
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """Return the error for a gradient of ``name`` that arrives a second time."""
@@ -144,19 +166,22 @@ class Mode:
 
 
 class EveryParameter(Mode):
-    """Default mode: every parameter must bring one gradient.
+    """The default mode: every parameter must bring one gradient.
 
-    If a backward ends without some, the reducer pauses until another brings them.
+    If a backward ends without some of them, the reducer pauses until another one brings
+    these.
     """
 
 
 class FindUnused(Mode):
-    """Mode of ``find_unused_parameters``: ``.grad`` or zeros for missing gradients.
+    """The mode of ``find_unused_parameters``: gradients may be missing.
 
-    Torch walks the graph in every forward, to launch unused parameters' buckets early.
-    Here a forward searches only for parameters missing in the last backward. With
-    ``skip_all_reduce_unused_params`` every forward walks its graph, and ranks exchange
-    the result: a bucket that no rank reaches is skipped.
+    In the place of a missing gradient the present ``.grad`` travels, or zeros.
+
+    Torch walks the graph in every forward, to launch the buckets of unused parameters
+    early. Here a forward searches only for the parameters that were missing in the last
+    backward. With ``skip_all_reduce_unused_params`` every forward walks its graph, and
+    the ranks exchange the result, because a bucket that no rank reaches is skipped.
     """
 
     fills_in_missing = shares_used_map = True
@@ -169,10 +194,10 @@ class FindUnused(Mode):
         self._has_searched = False  # a forward has, since the last backward
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
-        """Search the graph for parameters that were missing in the last backward.
+        """Search the graph for the parameters that were missing in the last backward.
 
-        With `shares_reach` search for all. Sets `absent`, sorted: those that no forward
-        since the last backward reached.
+        With `shares_reach` it searches for all. Several forwards may precede one
+        backward, so `absent` are those that none of them has reached.
         """
         among = range(self._num_params) if self.shares_reach else self._missing_last
         with record_function("minidp::search_unused_parameters"):
@@ -182,10 +207,10 @@ class FindUnused(Mode):
         self.absent, self._has_searched = sorted(absent), True
 
     def decide(self, arrival: Arrival) -> Decision:
-        """RECORD a first gradient, also of a parameter that was predicted to be absent.
+        """Record a first gradient, even if the parameter was predicted to be absent.
 
-        That is possible until its bucket is flattened, and not if ranks have agreed to
-        skip the bucket.
+        The prediction can be corrected until the bucket is flattened. If the ranks have
+        agreed to skip the bucket, it cannot (UNREACHED).
         """
         if arrival.is_filled and arrival.is_skipped:
             return Decision.UNREACHED
@@ -194,7 +219,7 @@ class FindUnused(Mode):
         return super().decide(arrival)
 
     def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Keep ``missing`` for the next search; clear `absent`."""
+        """Remember what was missing, for the next search, and clear `absent`."""
         is_first = self._missing_last is None
         self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
@@ -214,11 +239,13 @@ _SAME_PARAMETERS = "use static_graph only if every iteration uses the same param
 
 
 class StaticGraph(Mode):
-    """Count arrivals in the first backward, then expect the same (``static_graph``).
+    """The mode of ``static_graph``: every backward brings what the first one brought.
 
-    The first backward records no gradient: all are filled in at its end with their
-    ``.grad``, so that nothing overlaps. Later ones record each parameter's last arrival
-    that the counts predict.
+    A parameter may arrive several times in one backward, as in reentrant checkpoints,
+    and only its last arrival completes the gradient. So the first backward just counts
+    arrivals. It records no gradient: all are filled in at its end with their ``.grad``,
+    and no communication is hidden. Each later backward records the arrival that is the
+    last one by these counts.
     """
 
     map_goes_first = counts_arrivals = True
@@ -249,7 +276,11 @@ class StaticGraph(Mode):
         self.orders_buckets = False
 
     def first_marks(self) -> dict[int, GradState]:
-        """Reset counts; return COUNTED for all, later only for repeated arrivals."""
+        """Begin to count, and return COUNTED where arrivals are to be counted.
+
+        In the first backward that is everywhere, in later ones where several are to
+        come.
+        """
         if self._is_first:
             self._counts = [0] * self._num_params
             return dict.fromkeys(range(self._num_params), GradState.COUNTED)
@@ -257,9 +288,10 @@ class StaticGraph(Mode):
         return dict.fromkeys(self._left, GradState.COUNTED)
 
     def decide(self, arrival: Arrival) -> Decision:
-        """RECORD the last arrival that the first backward predicts; COUNT others.
+        """Record the last arrival that the counts predict, and count those before it.
 
-        In the first backward NOTE all. REFUSE what was not predicted.
+        The first backward notes every arrival. What it has not brought is refused in
+        later ones.
         """
         if arrival.entry is not GradState.COUNTED:
             return super().decide(arrival)
@@ -271,9 +303,9 @@ class StaticGraph(Mode):
         return Decision.COUNT_TO_LAST if is_next_last else Decision.COUNT
 
     def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """After the first backward stop counting.
+        """Stop counting after the first backward.
 
-        `absent` are from then on the parameters without any arrival.
+        From then on the parameters without any arrival are `absent`.
         """
         self.shadowed(untouched)
         if self._is_first:
@@ -282,16 +314,17 @@ class StaticGraph(Mode):
         self._is_first = self.fills_in_missing = self.finishes_at_once = False
 
     def shadowed(self, untouched: Collection[int]) -> None:
-        """After the others' first backward ``untouched`` parameters are `kept`.
+        """Keep what no rank used in the first backward out of all later ones.
 
-        A later backward of this rank will be its first, and counts.
+        If this rank had no inputs in it, its own first backward is still to come, and
+        will count.
         """
         if self._is_first:
             self.shares_used_map, self.orders_buckets = False, True
             self.kept = frozenset(untouched)
 
     def twice(self, rank: int, name: str) -> MiniDPError:
-        """Return GraphChangedError for a gradient that the first backward lacked."""
+        """Return the error for a gradient that the first backward has not brought."""
         return GraphChangedError(
             explain(
                 rank,
@@ -306,7 +339,10 @@ class StaticGraph(Mode):
 
 
 def expectation_for(num_params: int, config: ReducerConfig) -> Mode:
-    """Return a new mode object for ``config``; static_graph beats find_unused."""
+    """Return a new mode for these options.
+
+    With both ``static_graph`` and ``find_unused_parameters`` it is that of the former.
+    """
     if config.static_graph:
         return StaticGraph(num_params)
     if config.find_unused_parameters:
