@@ -1,4 +1,4 @@
-"""Say what carries a group's messages: which backends, on which devices, how long."""
+"""What carries the messages of a group: its backends, their devices, their timeout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .work import is_python_group
 def backend_name(group: ProcessGroup) -> str:
     """Return the name of a group's backend, e.g. "gloo" or "cpu:gloo,cuda:nccl".
 
-    "undefined" if the group was created without a name of a backend. For a group that
-    torch does not know: its own ``name()``.
+    It is "undefined" if the group was created without the name of a backend. A group
+    that torch does not know is asked for its own ``name()``.
     """
     is_known = group in c10d._world.pg_map
     return str(dist.get_backend(group) if is_known else group.name())
@@ -29,7 +29,11 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
+    """Return whether the host can wait for a group's collectives with a time limit.
+
+    It can on Gloo. A group that is written in Python, or that has other backends as
+    well, has no such wait, and one rank waits for nobody.
+    """
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
@@ -59,14 +63,17 @@ def is_builtin(group: ProcessGroup) -> bool:
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
-    """Return CPU if the group's `backend_name` sends CPU tensors, else ``fallback``."""
+    """Return the device on which a small message for this group should lie.
+
+    It is the CPU if the backend can send from there, and ``fallback`` otherwise.
+    """
     of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
     can = any(name in backend for name in of_cpu)
     return torch.device("cpu") if can else fallback
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives; 30 minutes if it tells none."""
+    """Return the timeout of a group's collectives, or 30 minutes if it tells none."""
     for device_type in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device_type)).options._timeout

@@ -21,11 +21,16 @@ _leaked: list[tuple[ProcessGroup, list[Work]]] = []
 
 
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
-    """Leak ``group`` until the process ends, if a work of ``in_flight`` still runs.
+    """Leak a group until the process ends, if some of its works still run.
 
-    Freeing a Gloo group waits for its works, up to 30 minutes (the timeout), also at
-    exit; a leaked group delays the exit by 2 s at most. Keeps the works alive, too, but
-    ignores those in shared memory. Does not wait.
+    Who frees a Gloo group waits for its works, until their timeout of perhaps 30
+    minutes, and that holds for the exit of the process, too. A leaked group delays the
+    exit by 2 s at most. Nothing is waited for here.
+
+    Args:
+        group: The group.
+        in_flight: Its works, which are kept alive as well. Those in shared memory do
+            not count, because no group waits for them.
     """
     works = [work for work in in_flight if getattr(work, "is_left_behind", True)]
     endless = [work for work in works if not work.is_completed()]
@@ -40,7 +45,10 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def free_left_behind() -> None:
-    """Let go of leaked groups whose works have ended: others freed theirs, mostly."""
+    """Let go of leaked groups whose works have ended.
+
+    Most of them end when other ranks free their own groups.
+    """
     for row in list(_leaked):
         if all(work.is_completed() for work in row[1]):
             _leaked.remove(row)
@@ -48,7 +56,7 @@ def free_left_behind() -> None:
 
 
 def call_once_at_exit(function: Callable[[], None]) -> None:
-    """Let ``function`` run once at exit, before those that were registered earlier."""
+    """Let a function run once at exit, before those that were registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 
@@ -56,16 +64,18 @@ def call_once_at_exit(function: Callable[[], None]) -> None:
 def settle() -> None:
     """Sleep 0.05 s at exit, so that Gloo's threads release the last collectives.
 
-    Such a thread needs the GIL to free tensors: once the interpreter is finalizing,
-    that aborts the process (2 of 70 short runs, also with torch's DDP).
+    Such a thread needs the GIL to free tensors. If it asks for that when the
+    interpreter is finalizing, the process aborts: 2 of 70 short runs did, also with
+    torch's DDP.
     """
     world.sleep(SETTLE_SECONDS)
 
 
 def _wait_for_left_behind() -> None:
-    """At exit, wait up to 2 s in all for collectives that `keep_for_good` left running.
+    """Wait at exit for collectives that `keep_for_good` left running, for 2 s at most.
 
-    They fail when other ranks end; if Python is finalizing then, the process aborts.
+    They fail when other ranks end. If Python is finalizing at that time, the process
+    aborts.
     """
     deadline = world.now() + EXIT_SECONDS
     while not all(work.is_completed() for work in _left_behind):

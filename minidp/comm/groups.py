@@ -1,4 +1,4 @@
-"""Find process groups; say who is in one."""
+"""Find process groups, and say who is in one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def is_initialized() -> bool:
 
 
 def default_group() -> ProcessGroup:
-    """Return the default process group; raise ValueError if there is none."""
+    """Return the default process group.
+
+    Raises:
+        ValueError: There is none.
+    """
     if not is_initialized():
         raise ValueError(
             "Default process group has not been initialized: call "
@@ -29,13 +33,16 @@ def default_group() -> ProcessGroup:
 
 
 def lifetime_of_default_group() -> Callable[[], bool]:
-    """Return a function that says whether today's default group still exists."""
+    """Return a function that says whether the present default group still exists."""
     group = weakref.ref(default_group()) if is_initialized() else lambda: None
     return lambda: is_initialized() and group() is default_group()
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return ``group``, for None the default group; None if there is no default one."""
+    """Return a group, or the default group for None.
+
+    The result is None if torch.distributed is not initialised, whatever was asked for.
+    """
     if not is_initialized():
         return None
     return default_group() if group is None else group
@@ -47,7 +54,7 @@ def default_first_bucket_bytes() -> int:
 
 
 def group_name(group: ProcessGroup) -> str:
-    """Return the name of a group; empty if it has none."""
+    """Return the name of a group, or "" if it has none."""
     try:
         return str(group.group_name)
     except (RuntimeError, ValueError):  # a Python group may not know its name
@@ -55,5 +62,8 @@ def group_name(group: ProcessGroup) -> str:
 
 
 def group_ranks(group: ProcessGroup) -> list[int]:
-    """Return a group's global ranks, by group rank; [] if torch does not know it."""
+    """Return the global ranks of a group's members, in the order of their group ranks.
+
+    The list is empty for a group that torch does not know.
+    """
     return list(c10d._world.pg_group_ranks.get(group, ()))  # in this order, as torch's

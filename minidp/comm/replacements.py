@@ -1,4 +1,4 @@
-"""Create a group in place of one that failed; free it when nobody needs it any more."""
+"""Create a group in place of one that failed, and free groups that were replaced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from .work import waiting
 
 
 def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
-    """Collective: create a group of the same ranks, backend and timeout; return it.
+    """Create a group of the same ranks, with the same backend and timeout.
 
-    Registered with torch.distributed; ``group`` stays as it is. ``key`` names the new
-    one: the same on all ranks, never used before in ``group``.
+    All ranks of the group must call it together. They wait for each other until they
+    are connected. The new group is known to torch.distributed, and the old one stays as
+    it is, because other objects may use it.
+
+    Args:
+        group: The group to replace.
+        key: A name for the new one, which must be the same on all ranks, and must not
+            have been used with ``group`` before.
     """
     # new_group() names a group by the number of groups in this process: ranks whose
     # numbers differ would wait for each other.
@@ -41,21 +47,21 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     return created
 
 
-_fresh: WeakSet[ProcessGroup] = WeakSet()  # that `fresh_group` created
-_replaced: list[ref[ProcessGroup]] = []  # of these
+_fresh: WeakSet[ProcessGroup] = WeakSet()  # the groups that `fresh_group` created
+_replaced: list[ref[ProcessGroup]] = []  # those of them that were replaced since
 
 
 def note_replaced(group: ProcessGroup) -> None:
-    """Let `free_replaced` free ``group`` later, if `fresh_group` created it."""
+    """Let `free_replaced` free a group, if it was created by `fresh_group`."""
     if group in _fresh:
         _replaced.append(ref(group))
 
 
 def free_replaced() -> None:
-    """Free groups that were replaced, and that nobody but torch's tables holds.
+    """Free the replaced groups that nobody holds but torch's tables.
 
-    Each has threads and connections, and each `reset` may create one. Users may have
-    wrapped other models with it, though: such a group stays registered.
+    Each group has threads and connections, and each `reset` may create one, so that
+    they would add up. One with which users have wrapped other models stays.
     """
     free_left_behind()
     for each in list(_replaced):
@@ -64,7 +70,10 @@ def free_replaced() -> None:
 
 
 def _is_freed(replaced: ref[ProcessGroup]) -> bool:
-    """Take a group out of torch's tables, and put it back if it then still lives."""
+    """Take a group out of torch's tables, and put it back if somebody else holds it.
+
+    Return whether it is gone.
+    """
     group = replaced()
     if group is None or group not in c10d._world.pg_map:
         return True  # a user has destroyed it

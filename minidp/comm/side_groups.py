@@ -1,4 +1,4 @@
-"""Create groups beside a given one: the same ranks, for collectives of one purpose.
+"""Create groups of the same ranks beside a given one, each for one purpose.
 
 Gloo and NCCL match collectives by their order. What some ranks may start while others
 are in a backward must therefore not go through the group of the buckets.
@@ -21,21 +21,32 @@ from .work import waiting
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
     WeakKeyDictionary()
 )
-# Default group -> global ranks -> key of these ranks' last failure. After a failure a
-# process may join new ranks in another default group: they know of no failure.
+# For each default group, the key of the last failure of some global ranks. After a
+# failure a process may join new ranks in another default group, and these know of no
+# failure.
 _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
     WeakKeyDictionary()
 )
 
 
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
-    """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
+    """Return a Gloo group over the same ranks, for collectives of one purpose.
 
-    Collective when it creates one; the same one is returned until `renew_side_groups`.
-    Returns ``group`` itself if not `has_store`. Not registered with torch: call its own
-    methods. Keeps collectives apart from those of buckets (else, if graphs differ by
-    rank, Gloo may match one with a bucket, and abort or add both up), and not queued
-    behind them.
+    Its collectives cannot be confused with those of buckets, and do not queue behind
+    them. In the group of the buckets, if the graphs of the ranks differ, Gloo might
+    match one with a bucket, and abort the process or add both up.
+
+    The first call for a purpose creates the group, so all ranks must make it together;
+    they wait for each other until they are connected. Later calls return the same
+    group, until `renew_side_groups`.
+
+    Args:
+        group: The group whose ranks take part. If they have no store in common
+            (`has_store`), it is returned itself.
+        purpose: Names the group. It is the same text on all ranks.
+
+    Returns:
+        A group that torch.distributed does not know: only its own methods can be used.
     """
     if not has_store(group):
         return group
@@ -57,21 +68,27 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
 
 
 def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
-    """Return the group for collectives in forwards: a `side_group` if `is_timed`.
+    """Return the group for the collectives of forwards.
 
-    Else, or without a store, ``group``. On a Gloo group, after an extra forward on one
-    rank, Gloo would match them with another rank's buckets. Collective when it creates
-    the side group, in the first call.
+    On Gloo it is a `side_group`. There a rank that runs one forward more than the
+    others would otherwise have its collectives matched with the buckets of the others.
+    All ranks must make the first call together, because it creates the group. On other
+    backends, and without a store, it is ``group`` itself.
     """
     return side_group(group, "forwards") if is_timed(group) else group
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
-    """Forget the side groups of ``group``, and of all groups within its ranks.
+    """Forget the side groups of a group, because collectives in them may have failed.
 
-    Creates none: the next `side_group` does. All ranks call this in reset(), and wait
-    for no rank. ``key`` names the new ones: equal on all ranks, never used before. Also
-    forgets side groups of groups that were destroyed.
+    All ranks call this in `reset()`, and wait for nobody: the next `side_group` creates
+    a new one. Forgotten are also those of all groups within the same ranks, which may
+    have failed with them, and of groups that were destroyed.
+
+    Args:
+        group: The group.
+        key: A name for the new side groups, which must be the same on all ranks, and
+            must not have been used before.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})

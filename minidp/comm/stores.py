@@ -34,10 +34,14 @@ _warned_without_store = False
 
 
 def mark_group(group: ProcessGroup, number: int) -> None:
-    """Put ``number`` into all later store keys of a group; a second call does nothing.
+    """Put a number into all later store keys of a group, unless one is there already.
 
-    ``number``: rank 0's random one. Without it, after a restart by torchrun, a group
-    would read keys that an old one left. Writes nothing to the store.
+    Without it a group that torchrun has restarted would read the keys that an old one
+    has left. Nothing is written to the store.
+
+    Args:
+        group: The group.
+        number: A random number that rank 0 has drawn.
     """
     _marks.setdefault(group, f"{number:x}")
 
@@ -54,10 +58,12 @@ def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return `group_store` through a second connection, to use in another thread.
+    """Return `group_store` through a second connection, for use in another thread.
 
-    The first call of the process opens that connection. RuntimeError if the store
-    cannot be cloned: it serves one thread only.
+    The first call of the process opens that connection.
+
+    Raises:
+        RuntimeError: The store serves one thread only, and cannot be cloned.
     """
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
@@ -66,10 +72,10 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def launcher_store(prefix: str) -> c10d.Store | None:
-    """Connect to torchrun's store; return it; None if torchrun keeps no such store.
+    """Connect to torchrun's store, which lives in its process and outlives groups.
 
-    Keys are under ``prefix`` and the number of torchrun's restart. The store, in
-    torchrun's process, outlives process groups.
+    All keys are under ``prefix`` and the number of torchrun's restart. The result is
+    None if torchrun keeps no such store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
@@ -80,7 +86,7 @@ def launcher_store(prefix: str) -> c10d.Store | None:
 
 
 def address_of(store: Any) -> tuple[str, int] | None:
-    """Return host and port of a TCPStore, also inside PrefixStores; else None."""
+    """Return host and port of a TCPStore, even inside PrefixStores, or None."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
@@ -89,8 +95,9 @@ def address_of(store: Any) -> tuple[str, int] | None:
 def has_store(group: ProcessGroup) -> bool:
     """Return whether all ranks of a group can reach torch's key-value store.
 
-    Asks no rank: torch must know the group's name and all of its ranks (not so for
-    torchft's groups). The first call opens a connection, which stays (`own_store`).
+    Torch must know the group's name and all of its ranks, which it does not for groups
+    of torchft. No rank is asked. The first call opens a connection, which stays
+    (`own_store`).
     """
     is_known = is_initialized() and bool(group_name(group))
     if not is_known or len(group_ranks(group)) != group.size():
@@ -124,7 +131,7 @@ def post_json(store: Any, topic: str, rank: int, value: Any) -> None:
 
 
 def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-    """Return the values that ``ranks`` have posted so far, by rank; do not wait."""
+    """Return the values that ``ranks`` have posted so far, by rank."""
     keys = {rank: f"{topic}/{rank}" for rank in ranks}
     return {r: json.loads(store.get(k)) for r, k in keys.items() if store.check([k])}
 
@@ -132,7 +139,7 @@ def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
 def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
-    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
+    """Wait at most so long for all ``ranks`` to post, and return what came, by rank."""
     deadline = world.now() + seconds
     found: dict[int, Any] = {}
     with waiting():
