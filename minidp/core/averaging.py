@@ -64,7 +64,9 @@ class Averaging:
         self._is_batched = batched
         self.device = device  # of the gradients
         self.items: ItemCounts | None = None  # with average_over="items"
-        self.num_contributors: int | None = None  # ranks to average over; None: all
+        # How many ranks to average over, if not all: in `join()` some may be without
+        # inputs, and with torchft some replicas take no part.
+        self.num_contributors: int | None = None
         self.comm_hook: CommHook | None = None
         self.active_comm_hook: CommHook | None = None  # the one of this backward
         self.factors = DivideFactors()  # those of this backward

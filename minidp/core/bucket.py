@@ -40,7 +40,7 @@ from .observer import Observers
 
 
 class BucketState(Enum):
-    """States of a bucket: FILLING, FULL, IN_FLIGHT, REDUCED, and FILLING again."""
+    """Where a bucket is between its first gradient and its averages."""
 
     FILLING = "filling"  # gradients are to come
     FULL = "full"  # flattened; the buckets before it are to be launched first
@@ -61,8 +61,8 @@ def _traced(
 ) -> Callable[[Method], Method]:
     """Decorate a method of `Bucket` that does one of its steps.
 
-    Each call is a `label` for torch.profiler. Observers with `sees_times`
-    get an event ``before`` the call, and one ``after`` it, unless it raises.
+    Each call has a `label` in torch.profiler. Observers with `sees_times` get one event
+    ``before`` the call, and another one ``after`` it, unless it raises.
     """
 
     def decorate(method: Method) -> Method:
@@ -116,7 +116,10 @@ class Bucket(ABC):
         self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
-        """Return the gradient, for later; a dense bucket may return COPIED instead."""
+        """Copy a gradient to slot ``k`` and return COPIED, or return it for later.
+
+        The base class never copies.
+        """
         return grad
 
     @_traced("flatten", before=Moment.FULL)
@@ -149,15 +152,26 @@ class Bucket(ABC):
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy entries to the payload, divided; save the ``.grad`` of ``undecided``."""
+        """Copy a full bucket's gradients to the payload, and divide them.
+
+        Args:
+            entries: As in `flatten`.
+            factors: By what to divide.
+            undecided: Slots whose ``.grad`` may have to stay. If it lies in the buffer,
+                its values are saved.
+        """
 
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
-        """Start the all-reduce of the payload, or the comm hook; enter IN_FLIGHT.
+        """Start the all-reduce of the payload, or call the comm hook, without waiting.
 
-        All ranks must launch the same buckets in the same order. It does not wait.
-        ``is_last`` tells a hook that no bucket of this backward follows.
+        The bucket enters IN_FLIGHT. All ranks must launch the same buckets in the same
+        order.
+
+        Args:
+            averaging: Has the comm hook, if there is one.
+            is_last: Tells the hook that no bucket of this backward follows.
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
@@ -199,10 +213,10 @@ class Bucket(ABC):
 
     @_traced("copy out", after=Moment.COPIED_OUT)
     def copy_out(self, kept: Slots = ()) -> None:
-        """Write averages to ``.grad``, but not for ``kept`` slots; enter FILLING.
+        """Write averages to ``.grad``, but not for ``kept`` slots.
 
         With gradient views ``.grad`` becomes the view. The views of ``kept`` slots get
-        back the values that `flatten` has saved.
+        back the values that `flatten` has saved. The bucket enters FILLING.
         """
         self.write_averages(kept)
         self._advance(BucketState.FILLING)

@@ -1,4 +1,4 @@
-"""Launch full buckets strictly in index order, wait for them, copy out.
+"""Launch full buckets in index order, wait for them, and write averages to ``.grad``.
 
 Backends match collectives by the order in which each rank starts them. Buckets may
 become full in another order on each rank, so a full bucket waits until those before it
@@ -104,7 +104,7 @@ class BucketQueue:
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
-        """Copy a gradient to its bucket and return COPIED; or return it, for later."""
+        """Copy a gradient to its bucket and return COPIED, or return it for later."""
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
@@ -158,7 +158,8 @@ class BucketQueue:
 
         Skipped buckets and ``untouched`` parameters keep their ``.grad``. Observers
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
-        (`finished`). Then wait for futures that a comm hook owes, and count.
+        (`finished`). Then it waits for the futures that a comm hook owes, and counts
+        the backward (`Observers.backward`).
         """
         self.untouched = untouched
         observers = tuple(self.observers)
@@ -194,7 +195,7 @@ class BucketQueue:
     # -- other buckets, another group --------------------------------------------------
 
     def configure(self, config: ReducerConfig) -> Layout:
-        """Use other options from now on; return their first layout, for `adopt`."""
+        """Use other options from now on, and return their first layout for `adopt`."""
         self.config = config
         # A static graph exchanges it in one backward only.
         self.used_map.exchange.uses_forward_group = config.static_graph
@@ -234,7 +235,7 @@ class BucketQueue:
                 bucket.alias_grads_to_views()
 
     def drain(self) -> None:
-        """Wait for all collectives in flight; write nothing to ``.grad``."""
+        """Wait for all collectives in flight, without writing to ``.grad``."""
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)

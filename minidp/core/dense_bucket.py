@@ -38,7 +38,11 @@ from .observer import Observers
 
 
 class DenseBucket(Bucket):
-    """Bucket of one dtype and device; its flat buffer is its own, or ``shared``."""
+    """A bucket whose gradients have one dtype and device, and travel in a flat buffer.
+
+    The buffer is memory of this process, or with ``shared`` memory that all ranks map.
+    The other arguments are those of `Bucket`.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,8 @@ class DenseBucket(Bucket):
         self._memory: kernels.Memory | None = None
         if not self._is_lazy:
             self._allocate()
-            if (
-                self.native is not None and self._values.is_cpu
-            ):  # CUDA: a kernel for all
+            # On CUDA one kernel copies all gradients when the bucket is full.
+            if self.native is not None and self._values.is_cpu:
                 self.copied_by_hook = [*range(len(self.params))]
         self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
         self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
@@ -68,7 +71,8 @@ class DenseBucket(Bucket):
 
     def _allocate(self) -> None:
         """Make the flat buffer and all that refers to it."""
-        # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
+        # `payload`, `_values` and `views` share it. The first is real, for the backend,
+        # the others have the dtype of the parameters.
         plan, shared = self.plan, self.shared
         if shared is None:
             values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
@@ -86,9 +90,13 @@ class DenseBucket(Bucket):
             self.native = extension.Slots(mine, views, values, as_view=as_view)
 
     def _allocate_for(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
-        """Make the buffer in a backward; return ``entries`` of slots as they are now.
+        """Make the buffer during a backward, and return the present entries.
 
-        With gradients as views each ``.grad`` that is there becomes one, as in torch.
+        With gradients as views each ``.grad`` that exists becomes a view of it, as in
+        torch. So an entry that was such a ``.grad`` has to be the view, too.
+
+        Args:
+            entries: Numbers of slots, and what was recorded of them before.
         """
         before = [param.grad for param in self.params]
         self._allocate()
@@ -108,7 +116,7 @@ class DenseBucket(Bucket):
         del self.payload, self._values, self._copy_plan
 
     def zeros(self) -> Tensor:
-        """Return zeros of the shape of `payload`, which need not be there now."""
+        """Return zeros of the shape and dtype of `payload`, even before that exists."""
         plan = self.plan
         zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
         return kernels.as_real(zeros)
@@ -119,10 +127,16 @@ class DenseBucket(Bucket):
     # -- copy in -----------------------------------------------------------------------
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
-        """Copy ``grad``, divided, to slot ``k``, return COPIED; else return ``grad``.
+        """Copy a gradient to its slot and return COPIED, or return it for later.
 
-        No copy if dtype, layout or shape differ, if ``grad`` lies in the buffer, or in
-        grad mode. After a copy, with bucket views, ``.grad`` is the view.
+        With gradients as views ``.grad`` is the view afterwards. A gradient is not
+        copied if its dtype, layout or shape differ from those of the slot, if it lies
+        in the buffer already, or in grad mode (``create_graph=True``).
+
+        Args:
+            k: The number of the slot.
+            grad: The gradient.
+            divisor: By what it is divided.
         """
         if self._memory is None:
             grad = cast("Tensor", self._allocate_for([(k, grad)])[0])
@@ -174,10 +188,14 @@ class DenseBucket(Bucket):
     def _classify(
         self, entries: tuple[Entry, ...], undecided: Slots
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return views to fill, a gradient for each, and views that hold it already.
+        """Sort the slots of a full bucket by what is left to do.
 
-        COPIED slots are in no list. Zeroes slots without gradient; before that saves
-        ``undecided`` ones whose ``.grad`` lies in the buffer.
+        Slots without a gradient are set to zero here. If the ``.grad`` of an
+        ``undecided`` one lies in the buffer, its values are saved first.
+
+        Returns:
+            The views that are to be filled, the gradient for each of them, and the
+            views that are the gradient already. Slots that are COPIED are in no list.
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
@@ -202,7 +220,7 @@ class DenseBucket(Bucket):
         return views, grads, in_place
 
     def _check_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Raise GradientError if a gradient's dtype, layout, shape, device differs."""
+        """Raise GradientError if a gradient differs from its view in kind or shape."""
         for view, grad in zip(views, grads, strict=True):
             expected, found = (
                 f"{t.dtype}, {t.layout}, shape {tuple(t.shape)}, on {t.device}"
@@ -215,10 +233,13 @@ class DenseBucket(Bucket):
     # -- copy out ----------------------------------------------------------------------
 
     def offer_grads(self, shared: SharedBuffer) -> None:
-        """Let `wait` write averages of ``shared`` straight to ``.grad``, if C++ can.
+        """Let `wait` write averages from shared memory straight to ``.grad``.
 
-        Sets ``shared.into``: None if C++ cannot, or with gradients that have a history.
-        `copy_out` of all slots must follow.
+        This saves a pass over the memory. Only the extension can do so, and not for
+        gradients that have a history. `copy_out` of all slots must follow.
+
+        Args:
+            shared: The buffer of this bucket, whose `into` is set.
         """
         native = None if self._tracked else self.native
         takes = native and self._arrived and native.offer_tiles(self.factor)
@@ -239,14 +260,14 @@ class DenseBucket(Bucket):
             self._release()
 
     def _rescale(self) -> None:
-        """Multiply payload, and gradients with history, by `factor`; set that to 1."""
+        """Multiply all averages by `factor`, and set it to 1, so that it acts once."""
         factor, self.factor = self.factor, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             kernels.rescale(self.payload, factor)
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _write_natively(self, kept: Slots) -> bool:
-        """Write all averages in C++, return True; False: Python has to write them."""
+        """Write all averages by the extension; return False if Python has to do it."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
@@ -305,10 +326,11 @@ class DenseBucket(Bucket):
                 param.grad = torch.empty_like(view).copy_(view)
 
     def alias_grads_to_views(self) -> None:
-        """Copy each ``.grad`` into its view and make it the view, as torch does.
+        """Copy each ``.grad`` to its view, and make it the view, as torch does.
 
-        Leaves out gradients with a history, and those that differ in dtype, layout,
-        device or shape from the parameter or the view (`copy_in` rejects misfits).
+        Gradients with a history are left out, and so are those that differ in dtype,
+        layout, device or shape from the parameter or the view. `copy_in` will refuse
+        what does not fit.
         """
         if not self._is_lazy:  # there is no buffer before the backward
             self._move_to_views()

@@ -1,26 +1,26 @@
-"""Receive each gradient from the autograd engine; record which have arrived.
+"""Receive each gradient from the autograd engine, and record which have arrived.
 
 `GradTable` is the storage: one entry per parameter, one counter per bucket. The usual
 grad hook writes it directly, and knows one mark: where the entry is UNSET, it records
-the gradient; at any other mark it first asks the reducer (`Reducer.admit`). Outside of
-a synchronised backward every entry is CLOSED. So the first gradient of a backward,
-which opens it, and each gradient of a local one reach the reducer. `PendingGrads` opens
-and closes a backward, pauses one that another backward will complete, and records what
-needs more than an entry::
+the gradient. At any other mark it first asks the reducer (`Reducer.admit`). Outside of
+a synchronised backward every entry is CLOSED. So the reducer hears of the first
+gradient of a backward, which opens it, and of each gradient of a local backward.
+`PendingGrads` opens and closes a backward, pauses one that another backward will
+complete, and records what needs more than an entry::
 
     hook of a small gradient    entry, ready order, count
     hook of a large gradient    PendingGrads.arrive: copy (BucketQueue.copy_now), entry,
                                 ready order, count
-    reducer (VIA_REDUCER)       the same, and trace it
+    reducer (VIA_REDUCER)       the same, and tell observers
     the bucket's last one       PendingGrads.complete, from each of them
 
 Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
-A grad hook sits on the parameter's AccumulateGrad *node*, as that
-of torch's reducer: it runs after user tensor hooks and all post-accumulate hooks. The
-node must be referenced, or it is freed with its hooks. Its Python hooks share one
-ordered dict; a native hook runs before them. Other hooks on the node must not change
-what we read: such a gradient is copied at once.
+A grad hook sits on the parameter's AccumulateGrad *node*, as that of torch's reducer
+does, so it runs after the tensor hooks of the user and after all post-accumulate hooks.
+Somebody must hold the node, or it is freed together with its hooks. Its Python hooks
+share one ordered dict, and a native hook runs before them. If others have hooks on the
+node, too, these might change what we read later, so that gradient is copied at once.
 
 The GIL serialises hooks on several threads; the native table has a lock. The lists are
 refilled and never replaced, because hooks keep references to them.
@@ -48,7 +48,7 @@ GradHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 
 
 class Owner(Protocol):
-    """What the hooks know of the reducer, by a weak proxy: they must not keep it."""
+    """What the hooks know of the reducer, to which they must not hold a reference."""
 
     queue: BucketQueue
     pending: PendingGrads
@@ -61,12 +61,14 @@ class Owner(Protocol):
 
 
 def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
-    """Return the hook that records a small gradient without a copy: the hot path.
+    """Return the hook that records a small gradient, which is the hot path.
 
-    If the entry is not UNSET, `Reducer.admit` decides first. After the bucket's last
-    gradient the hook calls `PendingGrads.complete`. Names are bound beforehand, because
-    attributes cost. All parameters share one function, bound to their index: closures
-    miss the CPU cache.
+    It copies nothing. After the last gradient of a bucket it calls
+    `PendingGrads.complete`.
+
+    To save time, names are bound beforehand instead of being looked up as attributes,
+    and all parameters share one function, which is bound to their index, because a
+    closure for each would miss the CPU cache.
     """
     entries, bucket_of, num_left = pending.entries, pending.bucket_of, pending.num_left
     note_ready, reducer = pending.ready.append, pending.reducer
@@ -87,7 +89,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
 
 
 def _large_hook(pending: PendingGrads) -> GradHook:
-    """Return a hook like `_small_hook`'s that copies its large gradient at once."""
+    """Return the hook that copies a large gradient at once, from a warm cache."""
     entries, reducer, unset = pending.entries, pending.reducer, GradState.UNSET
 
     @untraced
@@ -99,9 +101,9 @@ def _large_hook(pending: PendingGrads) -> GradHook:
 
 
 def _admits(reducer: Owner, i: int) -> bool:
-    """Call `Reducer.admit`, return its answer; False if the reducer is gone.
+    """Return what `Reducer.admit` answers, or False if the reducer is gone.
 
-    ``reducer``: a weak proxy, which a hook on another thread can outlive.
+    A hook that runs on another thread can outlive it.
     """
     try:
         admit = reducer.admit
@@ -113,7 +115,10 @@ def _admits(reducer: Owner, i: int) -> bool:
 def _noting_stream(
     params: Sequence[Tensor], pending: PendingGrads, hook: GradHook
 ) -> GradHook:
-    """Return a hook that notes its CUDA stream for the bucket, then calls ``hook``."""
+    """Return a hook that notes its CUDA stream, and then does what ``hook`` does.
+
+    The stream that flattens the bucket later has to wait for it.
+    """
     written_on, bucket_of = pending.written_on, pending.bucket_of
     devices = [param.device.index for param in params]
 
@@ -126,7 +131,10 @@ def _noting_stream(
 
 
 class GradTable:
-    """Store each parameter's gradient or `GradState`; count what each bucket lacks."""
+    """The entry of each parameter, and how many gradients each bucket lacks.
+
+    The extension has a table of its own with the same methods (`native_table`).
+    """
 
     def __init__(self, num_params: int) -> None:
         self.entries: list[Entry] = [GradState.CLOSED] * num_params
@@ -136,7 +144,7 @@ class GradTable:
         self._members: Sequence[Sequence[int]] = ()
 
     def adopt(self, members: Sequence[Sequence[int]]) -> None:
-        """Use buckets whose parameter indices are in ``members``, and call `refill`."""
+        """Use other buckets: the parameter indices of each, in slot order."""
         self._members = members
         for number, indices in enumerate(members):
             for i in indices:
@@ -144,7 +152,10 @@ class GradTable:
         self.refill()
 
     def refill(self) -> None:
-        """Clear the ready order; count all gradients as missing again; keep entries."""
+        """Clear the ready order, and count all gradients as missing again.
+
+        Entries stay as they are.
+        """
         self.ready.clear()
         self.num_left[:] = map(len, self._members)
 
@@ -158,7 +169,7 @@ class GradTable:
         return self.num_left[self.bucket_of[i]]
 
     def gather(self, number: int) -> Sequence[Entry]:
-        """Return the current entries of a bucket in slot order."""
+        """Return the present entries of a bucket, in slot order."""
         indices = self._members[number]
         found = itemgetter(*indices)(self.entries)
         return found if len(indices) > 1 else (found,)
@@ -169,9 +180,13 @@ class GradTable:
 
 
 def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
-    """Return a native `GradTable` that asks ``reducer``; None if no extension fits.
+    """Return the extension's `GradTable`, or None if no extension fits these tensors.
 
-    All entries are CLOSED: the first gradient asks `Reducer.admit`.
+    All of its entries are CLOSED.
+
+    Args:
+        params: The parameters.
+        reducer: A weak proxy of the reducer, which the table asks (`Reducer.admit`).
     """
     library = extension_for(params)
     if library is None:
@@ -197,10 +212,15 @@ def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
 
 
 class PendingGrads:
-    """Open, record into, and close one `GradTable`, reused by every backward.
+    """The gradients of the backward that runs: which have come, and which are to come.
 
-    Also fills in missing gradients, pauses and resumes. ``reducer`` is a weak proxy:
-    the hooks must not keep the reducer alive.
+    One object serves all backwards. It opens and closes a table, records gradients in
+    it, and fills in missing ones.
+
+    Args:
+        params: The parameters.
+        reducer: A weak proxy of the reducer, because the hooks hold this object, and
+            must not keep the reducer alive.
     """
 
     def __init__(self, params: Sequence[Tensor], reducer: Owner) -> None:
@@ -214,12 +234,12 @@ class PendingGrads:
         self.ready = self.table.ready
         self.bucket_of = self.table.bucket_of
         self.num_left = self.table.num_left
-        self.filled: set[int] = set()  # parameter indices that did not arrive
+        self.filled: set[int] = set()  # indices that were filled in as missing
         self.written_on: list[set[int]] = []  # per bucket, raw CUDA streams
         self._paused: list[Entry] = []  # the entries of a paused backward
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Use new buckets in table and hooks, reset counts; let go of old memory."""
+        """Use other buckets, also in the hooks, and let go of the memory of the old."""
         self.table.adopt([bucket.plan.indices for bucket in buckets])
         if self.native is not None:
             for bucket in buckets:
@@ -237,9 +257,12 @@ class PendingGrads:
     def open(
         self, usual: GradState, marks: Mapping[int, GradState], divisor: int
     ) -> None:
-        """Begin: set entries to ``usual``, or to ``marks`` by index; reset all counts.
+        """Begin a backward, in which nothing has arrived so far.
 
-        Clears ready order and `filled`. C++ hooks divide by ``divisor``.
+        Args:
+            usual: What the entry of each parameter is set to,
+            marks: but for these, by index.
+            divisor: By what C++ hooks divide the gradients that they copy.
         """
         entries = [usual] * len(self.entries)
         for i, mark in marks.items():
@@ -251,16 +274,16 @@ class PendingGrads:
         self.entries[:] = entries
 
     def close(self) -> None:
-        """Set all entries to CLOSED, which drops gradients, also paused ones."""
+        """End a backward: set all entries to CLOSED, and so let go of gradients."""
         self._paused.clear()
         self.entries[:] = [GradState.CLOSED] * len(self.entries)
 
     def pause(self) -> None:
         """Save all entries for `resume`, and make the next hook ask the reducer.
 
-        Gradients are copied now (`DenseBucket.copy_now` says which are not), because
-        the user may change or zero them before another backward goes on. Gradients of
-        full buckets were copied before.
+        The user may change or zero ``.grad`` before another backward goes on. So the
+        gradients that have come are copied now, but for those that
+        `DenseBucket.copy_now` cannot copy. Those of full buckets were copied before.
         """
         for i, entry in enumerate(self.entries):
             is_full = not self.num_left[self.bucket_of[i]]
@@ -272,7 +295,10 @@ class PendingGrads:
         ]
 
     def resume(self) -> None:
-        """Restore the entries that `pause` saved; UNSET ones become VIA_REDUCER."""
+        """Go on with the entries that `pause` has saved.
+
+        What has not arrived by then will be recorded by the reducer (VIA_REDUCER).
+        """
         via_reducer = GradState.VIA_REDUCER
         self.entries[:] = [
             via_reducer if e is GradState.UNSET else e for e in self._paused
@@ -281,9 +307,9 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, or COPIED after a copy; `complete` its bucket if now full.
+        """Record the gradient of parameter ``i``, copied to its bucket if possible.
 
-        As `record` does, but with a copy if the gradient is counted.
+        One that was filled in before is recorded without a copy.
         """
         entry: Entry = self._params[i].grad
         if isinstance(entry, Tensor) and i not in self.filled:
@@ -291,10 +317,10 @@ class PendingGrads:
         self.record(i, entry)
 
     def record(self, i: int, entry: Entry) -> None:
-        """Record ``entry`` for a gradient that arrived; `complete` its bucket if full.
+        """Record the entry of a gradient that arrived, and when in the ready order.
 
-        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
-        and its entry is replaced, and not counted again.
+        If its bucket is full by that, it is completed. If the gradient was filled in
+        before, only its entry is replaced, because it was counted then.
         """
         self.table.note_ready(i)
         if i in self.filled:
@@ -304,9 +330,12 @@ class PendingGrads:
             self._settle(i, entry)
 
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
-        """Let ``i``, which did not arrive, contribute its ``.grad`` (None: zeros).
+        """Fill in a gradient that is missing, and complete its bucket if it is full.
 
-        Adds it to `filled`; may `complete` its bucket. Not ``travels``: records None.
+        Args:
+            i: The index of the parameter.
+            travels: Whether its bucket is launched in this backward. If so, the present
+                ``.grad`` travels, or zeros if that is None.
         """
         self.filled.add(i)
         if travels:
@@ -320,13 +349,13 @@ class PendingGrads:
             self.complete(self.bucket_of[i])
 
     def complete(self, number: int) -> None:
-        """Let `Reducer.on_full` flatten, launch a bucket; note C++ hooks' streams."""
+        """Give a full bucket to the reducer, with the CUDA streams of C++ hooks."""
         if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
 
     def reread(self, indices: Sequence[int]) -> Sequence[Entry]:
-        """Record what is in ``.grad`` now of parameters that arrived; return that."""
+        """Record again, and return, what parameters have in ``.grad`` now."""
         for i in indices:
             self.entries[i] = self._params[i].grad
         return [self.entries[i] for i in indices]
@@ -334,16 +363,23 @@ class PendingGrads:
     # -- what has arrived --------------------------------------------------------------
 
     def missing(self) -> list[int]:
-        """Return the indices that neither arrived nor were filled in; [] if none."""
+        """Return the indices that neither arrived nor were filled in."""
         return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
 
     def used(self) -> set[int]:
-        """Return the indices that arrived with a gradient, not those filled in."""
+        """Return the indices that arrived with a gradient, without those filled in."""
         return set(self.table.used())
 
 
 class GradHooks:
-    """Attach at once a hook to each AccumulateGrad, which records in ``pending``."""
+    """The hooks of all parameters, which are attached to their AccumulateGrad nodes.
+
+    The constructor attaches them.
+
+    Args:
+        params: The parameters.
+        pending: Where the hooks record what has arrived.
+    """
 
     def __init__(
         self, params: Sequence[torch.nn.Parameter], pending: PendingGrads
@@ -370,14 +406,19 @@ class GradHooks:
 
     @property
     def places(self) -> list[tuple[dict[int, Any], int, GradHook]]:
-        """Each Python hook's place: dict of its node, key, unbound hook; native: []."""
+        """Where the Python hooks are; there is none with hooks in C++.
+
+        For each hook it has the dict of all hooks of its node, the hook's key in that,
+        and the function, which is not bound to an index.
+        """
         keys = [handle.id for handle in self._handles]
         return [*zip(self._dicts, keys, self._hooks, strict=False)]
 
     def hooked_by_others(self) -> list[int]:
-        """Return indices of parameters whose node has other hooks besides ours.
+        """Return the indices of parameters whose node has other hooks besides ours.
 
-        [] where native hooks copy at once (CPU): nobody changes what they have copied.
+        Those might change a gradient that is recorded, but not copied yet. On the CPU
+        hooks in C++ copy each gradient at once, so that none is returned.
         """
         if self.table is not None:
             return list(self._native.shared()) if self._params[0].is_cuda else []
@@ -386,9 +427,10 @@ class GradHooks:
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]
 
     def lost(self, among: Iterable[int]) -> list[int]:
-        """Return indices in ``among`` whose AccumulateGrad node has been replaced.
+        """Return which of these indices have lost their hook with its node.
 
-        Casting or moving a parameter replaces it silently. Frozen ones are left out.
+        To cast or move a parameter gives it a new AccumulateGrad node, silently. Frozen
+        parameters, which have none, are left out.
         """
         needed = [i for i in among if self._params[i].requires_grad]
         with torch.enable_grad():
@@ -396,7 +438,10 @@ class GradHooks:
         return [i for i, node in now.items() if node is not self.nodes[i]]
 
     def remove(self) -> None:
-        """Remove the hooks from all nodes, and free the nodes; idempotent."""
+        """Remove the hooks from all nodes, and free the nodes.
+
+        A second call does nothing.
+        """
         if self.table is not None:
             self._native.remove()
         for handle in self._handles:

@@ -1,4 +1,4 @@
-"""Copy gradients into a bucket's buffer; order CUDA streams around the copies.
+"""Copy gradients to a bucket's buffer, and order CUDA streams around the copies.
 
 The arithmetic is torch's: a fresh gradient is *multiplied by the reciprocal* of the
 divisor, one that is its bucket view is *truly divided*. On CPU the results differ in
@@ -28,7 +28,7 @@ _layout_of = attrgetter("layout")
 
 
 def multiply_into(view: Tensor, grad: Tensor, divisor: int) -> None:
-    """Compute ``view = grad * (1 / divisor)`` for one slot, in one pass over memory."""
+    """Compute ``view = grad * (1 / divisor)``, in one pass over the memory."""
     if divisor == 1 and grad.is_complex():
         view.copy_(grad)  # the product would make NaN of inf + 1j
     else:
@@ -37,15 +37,19 @@ def multiply_into(view: Tensor, grad: Tensor, divisor: int) -> None:
 
 
 def divide(values: Tensor, divisor: int) -> None:
-    """Compute ``values /= divisor`` in place, for views, buffers and sparse grads."""
+    """Compute ``values /= divisor`` in place; the values may be sparse."""
     if divisor != 1:
         values.div_(divisor)
 
 
 def rescale(values: Tensor, factor: float | Tensor) -> None:
-    """Compute ``values *= factor`` in place; a tensor's factor is not read on the host.
+    """Compute ``values *= factor`` in place, without waiting for a GPU.
 
-    ``values``: real and dense, or sparse. In 16 bits the product is of 32-bit numbers.
+    Args:
+        values: Real values, dense or sparse. Those of 16 bits are multiplied in 32 bits
+            and then rounded.
+        factor: A number, or a tensor with one, of any device and dtype, which the host
+            does not read.
     """
     if isinstance(factor, float):
         if factor != 1.0:
@@ -60,15 +64,23 @@ def rescale(values: Tensor, factor: float | Tensor) -> None:
 
 
 def as_real(values: Tensor) -> Tensor:
-    """Return ``values``; if complex, a 1-D real view: backends add no complex."""
+    """Return ``values``, as a real view of one dimension if they are complex.
+
+    Backends cannot add complex numbers.
+    """
     return torch.view_as_real(values).flatten() if values.is_complex() else values
 
 
 class CopyPlan:
-    """Choose, at each `flatten`, how to fill one bucket in the fewest kernel calls.
+    """How to fill one bucket with the fewest kernel calls.
 
-    ``views``: per slot, an N-D view of ``values``, the 1-D buffer, which they tile.
-    ``is_large``: per slot, whether its grad hook may have filled it already.
+    A bucket of many small gradients is filled by a few kernels, not by one for each.
+
+    Args:
+        values: The buffer, of one dimension.
+        views: A view of it for each slot, in the shape of the parameter. Together they
+            cover the buffer.
+        is_large: For each slot, whether its grad hook may have filled it already.
     """
 
     def __init__(
@@ -79,20 +91,28 @@ class CopyPlan:
         self._numels = [view.numel() for view in views]
         self._is_row = all(view.dim() == 1 for view in views)
         pairs = list(zip(views, is_large, strict=True))
-        # If hooks have copied all large slots, these are left: and their memory, in as
-        # few pieces as possible. By identity: other slots may be as many and as large.
+        # What is left if hooks have copied all large slots, and its memory in as few
+        # pieces as possible. It is known by identity, because other slots may be as
+        # many and as large.
         self._small_ids = [id(view) for view, large in pairs if not large]
         self._small_runs = _runs(values, [(v.numel(), large) for v, large in pairs])
 
     def may_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Return whether dtypes and element counts agree; shapes are not compared."""
+        """Return whether all gradients have the dtype and the size of their views.
+
+        Shapes are not compared here.
+        """
         is_all = views is self._views
         numels = self._numels if is_all else list(map(Tensor.numel, views))
         is_same_dtype = set(map(_dtype_of, grads)) <= {self._values.dtype}
         return is_same_dtype and list(map(Tensor.numel, grads)) == numels
 
     def fill(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
-        """Compute ``views[k] = grads[k] * (1 / divisor)``; raise if a shape differs."""
+        """Compute ``view = grad * (1 / divisor)`` for each pair.
+
+        Raises:
+            ValueError, RuntimeError: The shape of a gradient does not fit its view.
+        """
         if not grads:
             return
         is_all = len(grads) == len(self._views)
@@ -112,7 +132,12 @@ class CopyPlan:
 
 
 def _runs(values: Tensor, slots: Iterable[tuple[int, bool]]) -> list[Tensor]:
-    """Return runs of ``values`` between large slots; ``slots``: (numel, is large)."""
+    """Return what lies between large slots, in as few views as possible.
+
+    Args:
+        values: The buffer.
+        slots: For each slot the number of its elements, and whether it is large.
+    """
     runs, start = [], 0
     for is_large, group in groupby(slots, itemgetter(1)):
         end = start + sum(numel for numel, _ in group)
@@ -123,10 +148,11 @@ def _runs(values: Tensor, slots: Iterable[tuple[int, bool]]) -> list[Tensor]:
 
 
 class Memory:
-    """Compare addresses to tell which gradients lie in one bucket's buffer.
+    """The memory of one bucket's buffer, which tells which gradients lie in it.
 
-    Reads the buffer's address each time: a comm hook may call ``resize_``, which moves
-    the buffer. A gradient may then be allocated at the old address.
+    It reads the address of the buffer each time, because a comm hook may call
+    ``resize_``, which moves the buffer. A gradient may then be allocated at the old
+    address.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -134,7 +160,7 @@ class Memory:
         self._nbytes = buffer.nbytes
 
     def owns(self, grad: object) -> bool:
-        """Return whether ``grad`` is a strided tensor that lies in the buffer."""
+        """Return whether an object is a strided tensor that lies in the buffer."""
         return (
             isinstance(grad, Tensor)
             and grad.layout is torch.strided
@@ -142,7 +168,10 @@ class Memory:
         )
 
     def may_own_any(self, grads: Sequence[Tensor]) -> bool:
-        """Return False if surely no gradient lies in the buffer, True if one may."""
+        """Return whether some gradient may lie in the buffer.
+
+        This is faster than to ask for each of them. True may be wrong, False is not.
+        """
         if set(map(_layout_of, grads)) != {torch.strided}:
             return True  # only strided tensors have an address
         start = self._buffer.data_ptr()
@@ -154,10 +183,13 @@ class Memory:
 
 
 def extension_for(tensors: Iterable[Tensor]) -> Any | None:
-    """Return the native extension if all tensors are on the CPU; else None.
+    """Return the native extension if it can serve all of these tensors, else None.
 
-    CUDA tensors count as well with MINIDP_NATIVE=1, if it was built with CUDA. The
-    first call loads it; else None, or with MINIDP_NATIVE=1 NativeError.
+    It serves tensors on the CPU, and CUDA tensors only with MINIDP_NATIVE=1 and if it
+    was built with CUDA. The first call of the process loads it.
+
+    Raises:
+        NativeError: MINIDP_NATIVE=1, and the extension cannot be loaded.
     """
     library = native.library()
     if library is None:
@@ -174,12 +206,12 @@ def extension_for(tensors: Iterable[Tensor]) -> Any | None:
 
 
 def raw_stream(device_index: int) -> int:
-    """Return the handle of this thread's current CUDA stream on a device."""
+    """Return the handle of the CUDA stream that is current on this thread."""
     return int(torch._C._cuda_getCurrentRawStream(device_index))
 
 
 class BucketStreams:
-    """Order the CUDA streams that write and launch one bucket."""
+    """The CUDA streams that write one bucket, and the one that launches it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -187,9 +219,15 @@ class BucketStreams:
         self._flattened_on: torch.cuda.Stream | None = None
 
     def gather(self, grads: Iterable[object]) -> None:
-        """Make the current stream wait for those in `written_on`; clear that set.
+        """Let the current stream flatten the bucket, after all that has written to it.
 
-        Calls ``record_stream`` on ``grads``. `launching` will select the current one.
+        It waits for the streams in `written_on`, which is empty afterwards. `launching`
+        will select it again.
+
+        Args:
+            grads: What was recorded for each slot. Gradients of another stream are
+                marked as used by this one (``record_stream``), so that the allocator
+                does not reuse their memory too early.
         """
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
@@ -206,11 +244,10 @@ class BucketStreams:
                 is_sparse = grad.layout is torch.sparse_coo
                 parts = [grad._indices(), grad._values()] if is_sparse else [grad]
                 for memory in parts:
-                    # Else the allocator may reuse a gradient that we still read.
                     memory.record_stream(current)
         self.written_on.clear()
         self._flattened_on = current
 
     def launching(self) -> AbstractContextManager[object]:
-        """Return a context on the stream that was current in the last `gather`."""
+        """Return a context on the stream that has flattened the bucket (`gather`)."""
         return torch.cuda.stream(self._flattened_on)

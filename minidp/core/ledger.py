@@ -1,4 +1,4 @@
-"""Count forwards and backwards; say when local backwards begin and end.
+"""Count forwards and backwards, and say when local backwards begin and end.
 
 A *local* backward (under ``no_sync``, or with nothing armed) leaves the reducer's phase
 alone. What it has added to ``.grad`` travels with the next reduction. Whether that is
@@ -15,7 +15,7 @@ from .phase import PhaseMachine
 
 
 class Ledger:
-    """Count forwards, backwards and steps; know which gradients are local."""
+    """The counts of forwards, backwards and steps, and which gradients are local."""
 
     def __init__(self) -> None:
         self.sync_enabled = True  # False inside no_sync()
@@ -25,28 +25,30 @@ class Ledger:
         # Optimizer steps since the last synchronised backward. The guard counts them;
         # other ranks are told of both numbers together.
         self.steps = 0
-        self.used_locally: set[int] = set()  # since that; and in static graph's first
+        # Parameters to which local backwards have brought a gradient since the last
+        # synchronised one. The first backward of a static graph adds its own.
+        self.used_locally: set[int] = set()
 
     def note_forward(self, *, synchronising: bool) -> None:
-        """Count a forward in grad mode; a ``synchronising`` one in `armed`, too."""
+        """Count a forward in grad mode, as `armed` if its backward will reduce."""
         self.forwards += 1
         self.armed += synchronising
 
     def settle(self) -> None:
-        """Count a synchronised backward: nothing is local any more."""
+        """Count a synchronised backward, after which no gradient is local any more."""
         self.used_locally.clear()
         self.forwards = 0
         self.steps = 0  # before `finalized` grows: another thread reads both
         self.finalized += 1
 
     def reset(self) -> None:
-        """Forget local gradients and unreduced forwards: set `armed` = `finalized`."""
+        """Forget local gradients, and forwards whose backward has not reduced."""
         self.used_locally.clear()
         self.forwards = self.steps = 0
         self.armed = self.finalized
 
     def agree_on(self, finalized: int) -> None:
-        """Set `armed` and `finalized` to the count that all ranks agreed on."""
+        """Set the counts of synchronised forwards and backwards to a common number."""
         self.armed = self.finalized = finalized
 
 
@@ -59,7 +61,10 @@ class LocalBackwards:
         self._task = autograd.NO_TASK  # the graph task whose end is awaited
 
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
-        """Tell observers that a forward ended; if local, hook `begin` to ``output``."""
+        """Tell observers that a forward has ended.
+
+        If its backward will be local, its output is hooked, to see that begin.
+        """
         if will_reduce:
             self._observers.enter(StepEvent.FORWARD_END)
         elif self._observers.is_timed:
@@ -68,10 +73,11 @@ class LocalBackwards:
 
     @autograd.untraced
     def begin(self, _grads: object = None) -> None:
-        """Tell observers that a local backward begins, once per task; later its end.
+        """Tell observers that a local backward begins, once, and later that it ends.
 
-        Called at a local forward's outputs, or by the first grad hook. No-op in a
-        synchronised backward, or if nobody `sees_times`.
+        It is called where a backward reaches the outputs of a local forward, and in its
+        grad hooks. In a synchronised backward, or if nobody `sees_times`, it does
+        nothing.
         """
         is_new = self._observers.is_timed and autograd.current_task() != self._task
         if is_new and self._phase.is_idle:

@@ -17,11 +17,18 @@ AFTER = "after the comm hook; what this rank passed to it was finite."
 def refuse_nonfinite(
     payload: Tensor, parts: Mapping[str, Tensor], rank: int, step: int, when: str
 ) -> None:
-    """Raise NonFiniteGradientError if a bucket holds NaN or infinity.
+    """Raise an error if a bucket holds NaN or infinity. This waits for a GPU.
 
-    Waits for a GPU. ``payload``: the flat buffer or sparse gradient; ``parts``: its
-    gradients by name. For the error only: ``step``, the backward's number; ``when``,
-    BEFORE (local gradients) or AFTER (the comm hook's result).
+    Args:
+        payload: The flat buffer, or the sparse gradient.
+        parts: The gradients in it, by the names of their parameters.
+        rank: This rank, for the error.
+        step: The number of the backward, for the error.
+        when: What the payload is, for the error: BEFORE (local gradients) or AFTER (the
+            result of a comm hook).
+
+    Raises:
+        NonFiniteGradientError: Some value is not finite.
     """
     if _is_surely_finite(_values_of(payload)):
         return
@@ -50,15 +57,15 @@ def refuse_nonfinite(
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """Return a detached view of values: stored ones if sparse, as reals if complex."""
+    """Return a detached view of the stored values, in which complex ones are real."""
     values = (tensor._values() if tensor.is_sparse else tensor).detach()
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _is_surely_finite(values: Tensor) -> bool:
-    """Return whether the values' sum is finite: then all are. Waits for a GPU.
+    """Return whether the sum of the values is finite, because then all of them are.
 
-    False proves nothing: the sum of finite values may overflow.
+    False proves nothing, because the sum of finite values may overflow.
     """
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
     return math.isfinite(values.sum(dtype=wide).item())

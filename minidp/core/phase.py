@@ -1,4 +1,4 @@
-"""Name the phases of a reducer, and which may follow which.
+"""The phases of a reducer, and which may follow which.
 
 ::
 
@@ -18,7 +18,7 @@ from minidp.errors import InternalError
 
 
 class Phase(Enum):
-    """Phases of a reducer; `PhaseMachine` goes from one to another by TRANSITIONS."""
+    """What a reducer does at the moment, or waits for."""
 
     IDLE = "idle"  # gradients accumulate locally
     ARMED = "armed"  # a synchronising forward ended: the next backward reduces
@@ -41,7 +41,7 @@ TRANSITIONS = {
 
 
 class PhaseMachine:
-    """Hold the reducer's phase, `now`; only `enter` changes it, by TRANSITIONS."""
+    """The present phase of a reducer, `now`, which only `enter` changes."""
 
     now = Phase.IDLE
 
@@ -51,7 +51,11 @@ class PhaseMachine:
         return self.now is Phase.IDLE
 
     def enter(self, phase: Phase) -> None:
-        """Change to ``phase``, if TRANSITIONS lists that; else raise InternalError."""
+        """Change to another phase.
+
+        Raises:
+            InternalError: TRANSITIONS does not allow this change.
+        """
         if phase not in TRANSITIONS[self.now]:
             raise InternalError(
                 f"Phase transition {self.now.name} -> {phase.name} is not allowed."

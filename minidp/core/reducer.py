@@ -147,7 +147,7 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Let the next backward reduce: enter ARMED; hook the output to see it begin.
+        """Let the next backward reduce, and hook the output to see that begin.
 
         It may search the graph. With ``skip_all_reduce_unused_params`` all ranks must
         call it together, because they exchange what their forwards have reached.
@@ -486,10 +486,11 @@ class Reducer:
     def reduce(
         self, grads: Sequence[torch.Tensor | None], used: Collection[int] | None
     ) -> Collection[int]:
-        """Average gradients over the ranks into ``.grad``, without a backward; wait.
+        """Average gradients over the ranks into ``.grad``, without a backward.
 
-        All ranks must call it together, after `BucketQueue.start`. It counts as a
-        synchronised backward.
+        It waits for the averages, and counts as a synchronised backward. All ranks must
+        call it together, after `BucketQueue.start`, as `average_now` and
+        `shadow_backward` do in `minidp.data_parallel.sync_gradients`.
 
         Args:
             grads: A gradient for each parameter, or None for zeros.
@@ -533,7 +534,7 @@ class Reducer:
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Begin anew on a process group, with new buckets; ``.grad`` stays."""
+        """Begin anew on a process group, with new buckets and the same ``.grad``."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
@@ -555,7 +556,7 @@ def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
 
 
 def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
-    """Remove the hooks of a dead reducer; a hook that still fires does nothing."""
+    """Remove the hooks of a dead reducer, and let one that still fires do nothing."""
     hooks.remove()
     pending.close()
 

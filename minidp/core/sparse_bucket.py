@@ -13,14 +13,22 @@ from .bucket import Bucket, Entries, Slots
 
 
 class SparseBucket(Bucket):
-    """Bucket of one parameter, whose sparse gradient is the payload: no flat buffer."""
+    """A bucket of one parameter, whose sparse gradient travels by itself.
+
+    There is no flat buffer, because the number of its elements differs from backward to
+    backward.
+    """
 
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy, divide the gradient (None: an empty one). GradientError if not COO.
+        """Copy the gradient and divide it; without a gradient take an empty one.
 
-        A copy, because two embeddings that are added share the memory of their values.
+        It is copied because two embeddings whose outputs are added share the memory of
+        their values.
+
+        Raises:
+            GradientError: The gradient is not sparse in the COO layout.
         """
         grad = entries[0]
         if not isinstance(grad, Tensor):
@@ -42,7 +50,7 @@ class SparseBucket(Bucket):
             kernels.divide(self.payload, factors.product)
 
     def write_averages(self, kept: Slots) -> None:
-        """Write the average to ``.grad``, unless it is kept; drop the payload."""
+        """Write the average to ``.grad``, unless that is kept, and free the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload
         kernels.rescale(reduced, self.factor)
