@@ -1,7 +1,9 @@
 """Call a registered comm hook, and check its signature and its results.
 
-``hook(state, bucket) -> Future[Tensor]`` is called per full bucket, in index order, on
-an autograd thread. Its future's value replaces the buffer and is not divided further.
+A comm hook is a function of the user that takes the place of the all-reduce, for
+example to compress gradients: ``hook(state, bucket) -> Future[Tensor]``. It is called
+for each full bucket, in index order, on an autograd thread. The value of its future
+replaces the buffer, and is not divided any further.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ _GROUP_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
 
 class CommHook:
-    """Hold a user's comm hook and its state; `start` calls it for one bucket.
+    """A user's comm hook and its state, which `start` calls for one bucket.
 
-    The constructor only checks the hook: TypeError if its signature does not fit,
-    ValueError if an annotation does not.
+    Args:
+        state: What the hook gets as its first argument.
+        hook: The hook, which is checked here, but not called.
+
+    Raises:
+        TypeError: It is not callable with two arguments.
+        ValueError: An annotation of its signature does not fit.
     """
 
     def __init__(self, state: object, hook: Hook) -> None:
@@ -38,10 +45,10 @@ class CommHook:
         self.has_run = False  # it was called, once or more often
 
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
-        """Set the hook's state to the group ``new`` if it is, or stands for, ``old``.
+        """Let the hook use another process group, if its state is the old one.
 
-        None stands for the default group, in the state of torch's hooks that take a
-        group (also if wrapped). Any other state is kept.
+        None stands for the default group in the state of torch's hooks that take a
+        group, even if they are wrapped. Any other state is kept.
         """
         is_default = self.state is None and old is joined_group(None)
         if self.state is old or (is_default and _takes_group(self.hook)):
@@ -50,10 +57,15 @@ class CommHook:
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> HookInFlight:
-        """Call the hook for a bucket; return its future, as work that checks the value.
+        """Call the hook for one bucket, and return its future as work to wait for.
 
-        Does not wait for the future. CommHookError if the hook raises, or returns no
-        future; its text has ``rank`` and ``names`` (of the bucket's parameters).
+        Args:
+            bucket: What the hook gets as its second argument.
+            names: The names of the bucket's parameters, for errors.
+            rank: This rank, for errors.
+
+        Raises:
+            CommHookError: The hook raises, or does not return a future.
         """
         call = HookInFlight(self.name, bucket, names, rank)
         self.has_run = True
@@ -77,10 +89,10 @@ class CommHook:
 
 
 def _takes_group(hook: Any) -> bool:
-    """Return whether ``hook`` takes a group as its state, and None for the default.
+    """Return whether a hook takes a group as its state, and None for the default one.
 
-    True only for torch's all-reduce, fp16 and bf16 hooks, and torch's and our wrappers
-    around these.
+    It does if it is torch's hook for all-reduce, fp16 or bf16, or if torch or minidp
+    has wrapped one of these.
     """
     place = getattr(hook, "__module__", None)
     if place == _TORCHS and hook.__qualname__ in _GROUP_HOOKS:
@@ -91,10 +103,10 @@ def _takes_group(hook: Any) -> bool:
 
 
 class HookInFlight(FutureWork):
-    """The work of one hook call: its future, whose value `wait` checks.
+    """The work of one hook call: a future, whose value `wait` checks.
 
-    `CommHook.start` makes it before it calls the hook, to note where the buffer's
-    memory is, and then sets `future`.
+    `CommHook.start` makes it before it calls the hook, so that it knows where the
+    memory of the buffer was, and then sets `future`.
     """
 
     def __init__(
@@ -109,11 +121,14 @@ class HookInFlight(FutureWork):
         self._rank = rank
 
     def wait(self) -> torch.Tensor:
-        """Wait for the hook's future; return its value, in the shape of the buffer.
+        """Wait for the hook's future, and return its value in the shape of the buffer.
 
-        Copies nothing to the buffer. CommHookError if the future failed, its value is
-        no tensor that can replace the buffer (number of elements, layout, dtype), or
-        the hook moved or resized the buffer.
+        Nothing is copied to the buffer.
+
+        Raises:
+            CommHookError: The future has failed. Or its value is no tensor that can
+                replace the buffer, by number of elements, layout and dtype. Or the hook
+                has moved or resized the buffer.
         """
         buffer = self._buffer
         try:
@@ -147,7 +162,13 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return, not raise, the error "The comm hook NAME ``what`` (bucket n)."."""
+        """Return an error, to be raised, that says what the hook has done wrong.
+
+        Args:
+            what: Completes the sentence "The comm hook NAME ...".
+            expected: What it should have done.
+            found: What was found instead.
+        """
         return CommHookError(
             explain(
                 self._rank,
@@ -162,10 +183,11 @@ class HookInFlight(FutureWork):
 
 
 def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return whether a hook's ``result`` can replace ``buffer``: size, layout, dtype.
+    """Return whether the result of a hook can replace the buffer.
 
-    Another dtype fits if it can be cast; another shape fits a dense buffer. False for
-    meta, quantized, nested tensors, and if the result's memory was freed.
+    For a dense buffer the shape does not matter if the number of elements is equal, nor
+    does the dtype if it can be cast. A tensor without memory of its own (meta, or
+    freed), a quantized and a nested one never fit.
     """
     if buffer.is_sparse:
         return result.is_sparse and result.shape == buffer.shape
@@ -180,9 +202,9 @@ def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def _is_intact(buffer: torch.Tensor, alias: torch.Tensor) -> bool:
-    """Return whether ``buffer`` still has the memory, shape and dtype of ``alias``.
+    """Return whether a buffer still has the memory, shape and dtype that it had.
 
-    True for a sparse buffer, which is not checked.
+    ``alias`` was made of it earlier. A sparse buffer is not checked.
     """
     if buffer.layout is not torch.strided:
         return True
@@ -196,7 +218,7 @@ def _is_intact(buffer: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def _text_of(error: Exception) -> str:
-    """Return the text of an exception; if its ``__str__`` raises, name its type."""
+    """Return the text of an exception, or name its type if ``__str__`` raises."""
     try:
         return str(error)
     except Exception:
@@ -204,9 +226,10 @@ def _text_of(error: Exception) -> str:
 
 
 def _forget_frames(error: Exception) -> None:
-    """Cut the outermost frames, of this module and torch.futures, off a traceback.
+    """Cut the outermost frames of a traceback off: this module's and torch.futures'.
 
-    They hold the future, which holds the error: a cycle through C++, never collected.
+    They hold the future, and the future holds the error. This cycle goes through C++,
+    so that it would never be collected.
     """
     trace = error.__traceback__
     ours = (__name__, torch.futures.__name__)
@@ -216,9 +239,10 @@ def _forget_frames(error: Exception) -> None:
 
 
 def name_of(hook: object) -> str:
-    """Return a hook's ``__qualname__``, for messages.
+    """Return the name of a hook for messages, which is its ``__qualname__``.
 
-    Of a partial: its function's; of another object without one: its type's name.
+    A partial has that of its function. Another object without one has the name of its
+    type.
     """
     name = getattr(hook, "__qualname__", None)
     if name is None and hasattr(hook, "func"):  # functools.partial
@@ -227,10 +251,15 @@ def name_of(hook: object) -> str:
 
 
 def _check_signature(hook: object) -> None:
-    """Raise TypeError unless ``hook`` is callable with two positional arguments.
+    """Check that a hook can be called as ``hook(state, bucket)``, as torch does.
 
-    ValueError if the bucket's annotation is a class that is no GradBucket (or base), or
-    the result's is no Future. Strings are not read; without a signature a hook passes.
+    Annotations that are strings are not read. A hook whose signature cannot be found
+    passes.
+
+    Raises:
+        TypeError: It is not callable with two positional arguments.
+        ValueError: The annotation of the bucket is a class, but neither GradBucket nor
+            a base of it. Or that of the result is no Future.
     """
     if not callable(hook):
         raise TypeError(
