@@ -311,10 +311,12 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Return the checked device arguments and the first parameter's device.
+    """Check the device arguments against the devices of the parameters.
 
-    ValueError for several ``device_ids``, for parameters on several types of device, or
-    if a device is given, but parameters are on the CPU or on several devices.
+    Raises:
+        ValueError: There are several ``device_ids``. Or the parameters are on several
+            types of device. Or a device is given though the parameters are on the CPU
+            or on several devices.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
@@ -344,7 +346,11 @@ def _check_devices(
 
 
 def _index(device: Any) -> int:
-    """Return the index of a device, such as 1 of "cuda:1"; ValueError without one."""
+    """Return the index of a device, which is 1 for "cuda:1".
+
+    Raises:
+        ValueError: It has none.
+    """
     index = device if isinstance(device, int) else torch.device(device).index
     if index is None:
         raise ValueError(f"A device with an index was expected, but got {device!r}.")
@@ -352,11 +358,11 @@ def _index(device: Any) -> int:
 
 
 def _buffer_flags(given: SimpleNamespace) -> tuple[bool, bool]:
-    """Return whether to broadcast module buffers (before forwards, at construction).
+    """Return whether module buffers are broadcast before forwards, and at construction.
 
-    ``broadcast_buffers``, given alone, decides on both. Else construction broadcasts,
-    and forwards do unless ``forward_sync_buffers`` is false. FutureWarning whenever
-    ``broadcast_buffers`` is given.
+    If ``broadcast_buffers`` alone is given, it decides on both. Otherwise they are
+    broadcast at construction, and before forwards unless ``forward_sync_buffers`` is
+    false. As in torch, ``broadcast_buffers`` gets a FutureWarning.
     """
     old, new = given.broadcast_buffers, given.forward_sync_buffers
     if old is not None and new is None:

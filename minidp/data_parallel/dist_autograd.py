@@ -37,7 +37,8 @@ class RpcStore(GradStore):
         self._uses_views = reducer.queue.config.gradient_as_bucket_view
         self._names: dict[Tensor, str] = {p: n for n, p in reducer.named.items()}
         self._noted: list[int] = []  # contexts of forwards
-        self._context: int | None = None  # of this reduction; None: ``.grad``
+        # The context of this reduction, or None if its gradients are in ``.grad``.
+        self._context: int | None = None
         # What the last block has left in ``.grad``: the context's own tensor, or with
         # gradient_as_bucket_view perhaps a view of the bucket.
         self._left: dict[Tensor, Tensor | None] = {}
@@ -50,21 +51,26 @@ class RpcStore(GradStore):
                 self._noted = [*{*self._noted, context}]
 
     def close(self) -> None:
-        """Forget the recorded contexts; the contexts, and gradients in them, stay."""
+        """Forget the contexts that were noted, but leave their gradients alone."""
         self._noted.clear()
         self._left.clear()
         self._context, self.is_elsewhere = None, False
 
     def has_gradient(self, i: int) -> bool:
-        """Return whether the running backward is RPC's; call only in ``i``'s hook."""
+        """Return whether the running backward is one of distributed autograd.
+
+        This must be asked in the hook of parameter ``i``.
+        """
         # A local backward executes the node; a distributed one only calls its hooks.
         return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
 
     def open(self, i: int) -> None:
-        """Find the context of the backward that begins in ``i``'s hook, if it has one.
+        """Find the context of the backward that begins in the hook of parameter ``i``.
 
-        GradientError if an optimizer is to step in it, which would look for gradients
-        in ``.grad``; else as `_context_of`.
+        Raises:
+            GradientError: An optimizer is to step in this backward, which would look
+                for gradients in ``.grad``. Or the context cannot be told
+                (`_context_of`).
         """
         self._context = self._context_of(i)
         self.is_elsewhere = self._context is not None
@@ -77,7 +83,11 @@ class RpcStore(GradStore):
             )
 
     def resume(self, i: int) -> None:
-        """Raise GradientError if this backward has another context, or none."""
+        """Check that this backward has the context of the one that was paused.
+
+        Raises:
+            GradientError: It has another one, or none.
+        """
         if self._context_of(i) != self._context:
             raise self._refusal(
                 "Two backwards of one reduction put their gradients into different "
@@ -89,11 +99,14 @@ class RpcStore(GradStore):
             )
 
     def _context_of(self, i: int) -> int | None:
-        """Return the context that has a gradient of ``i``; None in a local backward.
+        """Return the context of the running backward, or None if it is a local one.
 
-        Call it in the hook of parameter ``i``. A recorded context, else one of the
-        newest; without any, the only recorded one that lives. GradientError if that
-        leaves none or several.
+        This must be asked in the hook of parameter ``i``. It is the context that has a
+        gradient of this parameter, among those of the forwards or else among the
+        newest. If none has one, it is the context of the forward, if only one lives.
+
+        Raises:
+            GradientError: This leaves no context, or several.
         """
         if not self.has_gradient(i):
             return None
@@ -115,10 +128,13 @@ class RpcStore(GradStore):
         )
 
     def lent(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a block in which ``.grad`` are the context's own tensors, no copies.
+        """Return a context manager in which ``.grad`` are the context's own tensors.
 
-        After it GradientError if an average was written for a parameter that has no
-        gradient in the context: Python cannot add one.
+        They are no copies, so that what is written reaches the context.
+
+        Raises:
+            GradientError: At the end of the block, if an average was written for a
+                parameter that has no gradient in the context. Python cannot add one.
         """
         return self._lent(params) if self.is_elsewhere else _AS_IT_IS
 
@@ -143,9 +159,12 @@ class RpcStore(GradStore):
                 mine.copy_(left)
 
     def check_used(self, counts: Tensor) -> None:
-        """Raise GradientError if some ranks, not all, used a parameter.
+        """Check that no parameter was used by some of the ranks only.
 
-        All ranks raise, before any of them has written averages.
+        All ranks raise the same error, before any of them has written averages.
+
+        Raises:
+            GradientError: Some parameter was.
         """
         counted = zip(self._params, counts.tolist(), strict=True)
         size = self._communicator.size
@@ -171,9 +190,10 @@ class RpcStore(GradStore):
 
 
 def _newest_contexts() -> list[int]:
-    """Return ids of this worker's live RPC contexts, among its last 1000; newest first.
+    """Return the ids of this worker's contexts that live, the newest first.
 
-    To learn the last id, creates a context and releases it.
+    It looks at the last 1000. To learn the last id, it creates a context and releases
+    that.
     """
     autograd = _autograd()
     next_id = autograd._new_context()._context_id()
@@ -183,7 +203,7 @@ def _newest_contexts() -> list[int]:
 
 
 def _gradients(context: int) -> dict[Tensor, Tensor] | None:
-    """Return a context's own gradients, no copies, by parameter; None if it is gone."""
+    """Return a context's own gradients by parameter, or None if the context is gone."""
     try:
         found: dict[Tensor, Tensor] = _autograd().get_gradients(context)
     except RuntimeError:  # no such context

@@ -70,7 +70,7 @@ def count_items(  # noqa: D417 -- self: a method
 def weigh_loss(  # noqa: D417 -- self: a method
     self: DataParallel, loss: Tensor, n: Number
 ) -> Tensor:
-    """Count items with a *mean* loss; return ``loss * n``, to call ``backward()`` on.
+    """Count items with a *mean* loss, and return the sum to call ``backward()`` on.
 
     If ``n`` is 0, the result is 0, and each parameter on which the loss depends gets a
     gradient of zeros, even if the mean of nothing is NaN, or its gradient is. For that
@@ -110,7 +110,7 @@ def weigh_loss(  # noqa: D417 -- self: a method
 
 
 def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
-    """Return a gradient of zeros for a leaf; ``sparse`` has the ids of sparse ones."""
+    """Return a gradient of zeros for a leaf, which is sparse for those listed by id."""
     if id(leaf) not in sparse:
         return torch.zeros_like(leaf)
     return torch.sparse_coo_tensor(
@@ -184,7 +184,7 @@ def _clean_grads_of(node: Node, items: ItemCounts) -> None:
 def _counts(
     ddp: DataParallel, name: str, kind: type[RuntimeError] = RuntimeError
 ) -> ItemCounts:
-    """Return the counts of a wrapper; raise an error of this kind if it has none."""
+    """Return the counts of a wrapper, or raise an error of this kind without any."""
     items = ddp._reducer.queue.averaging.items
     if items is None:
         raise kind(

@@ -81,10 +81,14 @@ class StepInBackward(Observer):
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Call ``optimizer.step()`` on those of ``params`` that it holds; if none, do not.
+    """Step an optimizer on those of the parameters that it holds.
 
-    Param groups are restored. TypeError after a step that wrote to a param group (a
-    step counter, for example, would count once per bucket).
+    If it holds none of them, nothing is called. During the step its parameter groups
+    have only these parameters, and afterwards they are as before.
+
+    Raises:
+        TypeError: The step has written to a parameter group. What it counts there, for
+            example its steps, would be counted once for each bucket.
     """
     wanted = set(map(id, params))
     everything = optimizer.param_groups
@@ -110,7 +114,11 @@ def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    """Raise TypeError: no Optimizer, or its step needs a closure, or communicates."""
+    """Check that an optimizer can step inside the backward.
+
+    Raises:
+        TypeError: It is no Optimizer, its step needs a closure, or it communicates.
+    """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
