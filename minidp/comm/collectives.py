@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2  # how many such messages travel at once; more would only need
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
-    """Start to sum a tensor over all ranks, in place; return the work to wait for.
+    """Start to sum a tensor over all ranks, in place, and return the work.
 
     All ranks of the group must call it, in the same order. Nothing is divided. A single
     rank starts nothing where the sum is the tensor itself: if it is dense and on the
@@ -51,7 +51,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
-    """Start to overwrite a tensor by that of rank ``root``; return the work.
+    """Start to overwrite a tensor by that of rank ``root``, and return the work.
 
     All ranks of the group must call it, in the same order.
     """

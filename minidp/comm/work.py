@@ -56,13 +56,13 @@ class FutureWork:
         return self.future.done()
 
     def is_done_within(self, seconds: float) -> bool:
-        """Wait at most so long; return whether the future is done, or has failed."""
+        """Wait at most so long, and return whether the future is done or has failed."""
         done = world.event()
         self.future.add_done_callback(lambda _: done.set())
         return done.wait(seconds)
 
     def wait(self) -> Any:
-        """Wait without a limit; return the future's value, or raise its error."""
+        """Wait without a limit, and return the future's value or raise its error."""
         return self.future.wait()
 
 
@@ -89,7 +89,10 @@ class PythonWork:
         self._is_done = False
 
     def get_future(self) -> Future[Any]:
-        """Return the work's future; if there is none, wait, and return one of None."""
+        """Return the work's future.
+
+        If the work has none, wait for the work, and return a completed future of None.
+        """
         if self._future is None and hasattr(self._work, "get_future"):
             with suppress(RuntimeError):  # how torch's Work says that it has none
                 self._future = self._work.get_future()
@@ -164,7 +167,7 @@ class Work(Protocol):
         """Return whether the collective is done, or has failed."""
 
     def wait(self) -> Any:
-        """Wait up to the backend's timeout; return the value, or raise the error.
+        """Wait up to the backend's timeout, and return the value or raise the error.
 
         With NCCL the current stream waits, and not the host.
         """
@@ -181,7 +184,11 @@ class Waiter(Protocol):
     """Who waits in place of `wait_for`, with a limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
-        """Return the result of a work; raise a TimeoutError at the limit."""
+        """Return the result of a work.
+
+        Raises:
+            TimeoutError: The limit is over.
+        """
 
 
 # How many open `waiting` blocks each thread has, by its identifier; none if not listed.

@@ -1,4 +1,4 @@
-"""Assign parameters to buckets and slots (`plan`); convert that to JSON (`saved`)."""
+"""Assign parameters to buckets and slots (`plan`), and save that as JSON (`saved`)."""
 
 from .plan import (
     BucketPlan,

@@ -53,7 +53,10 @@ class ParamSpec:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the strides cover memory without holes or overlap; True if empty."""
+        """Whether the strides cover memory without holes or overlap.
+
+        A parameter without elements is dense.
+        """
         both = zip(self.stride, self.shape, strict=True)
         dims = sorted((step, length) for step, length in both if length > 1)
         ends = [1, *accumulate((length for _, length in dims), int.__mul__)]
@@ -61,7 +64,7 @@ class ParamSpec:
 
     @property
     def view_stride(self) -> tuple[int, ...]:
-        """Strides of the gradient's slot: the parameter's if dense, else row-major."""
+        """The strides of its slot, which are its own if it is dense, else row-major."""
         return self.stride if self.is_dense else row_major_stride(self.shape)
 
 
@@ -74,7 +77,7 @@ def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Slot:
-    """Say where in the flat buffer of its bucket one parameter's gradient lies."""
+    """Where in the flat buffer of its bucket the gradient of one parameter lies."""
 
     param_index: int
     offset: int  # elements from the start of the buffer
@@ -85,10 +88,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Hold one bucket's slots, and the dtype and device that they share.
+    """The slots of one bucket, and the dtype and device that they share.
 
-    Raises InternalError if a slot does not start where the one before it ends (the
-    first at 0), if there is no slot, or if a sparse bucket has several.
+    Raises:
+        InternalError: A slot does not start where the one before it ends, there is no
+            slot, or a sparse bucket has several.
     """
 
     slots: tuple[Slot, ...]
@@ -128,7 +132,11 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Hold buckets in launch order; InternalError unless each parameter has 1 slot."""
+    """The buckets of a reducer, in the order in which they are launched.
+
+    Raises:
+        InternalError: A parameter does not have exactly one slot.
+    """
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -149,19 +157,25 @@ class Layout:
 
     @property
     def assignment(self) -> tuple[tuple[int, ...], ...]:
-        """Per bucket, its parameter indices in slot order."""
+        """The parameter indices of each bucket, in slot order."""
         return tuple(bucket.indices for bucket in self.buckets)
 
 
 def fill(
     items: Iterable[tuple[int, Hashable, float]], limits: Sequence[int]
 ) -> list[list[int]]:
-    """Fill buckets by torch's rule; return the numbers of the items in each bucket.
+    """Fill buckets by torch's rule.
 
-    ``items``: number, kind and bytes; a bucket holds one kind. ``limits``: bytes at
-    which the first, second, ... bucket of a kind is full; the last repeats. Full
-    buckets come first, in the order in which they became full; then those below their
-    limit, sorted by when their last item came (by torch: in any order).
+    Args:
+        items: The number of each item, its kind and its bytes. A bucket holds items of
+            one kind.
+        limits: The bytes at which the first, second, ... bucket of a kind is full. The
+            last one is the limit of all that follow.
+
+    Returns:
+        The numbers of the items in each bucket. Full buckets come first, in the order
+        in which they became full. Those below their limit follow, by when their last
+        item came; in torch these are in any order.
     """
     open_bucket: dict[Hashable, list[int]] = {}
     num_closed: Counter[Hashable] = Counter()
@@ -183,10 +197,18 @@ def assign(
     limits: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """`fill` buckets with parameters; return the parameter indices of each bucket.
+    """`fill` buckets with parameters, without the delayed ones.
 
-    Skips delayed parameters; a sparse one has a bucket of its own. ``order``: parameter
-    indices in ready order; None: by index, buckets then sorted by their smallest index.
+    A sparse parameter has a bucket of its own.
+
+    Args:
+        specs: All parameters.
+        limits: As in `fill`.
+        order: Parameter indices in ready order. Without it they are taken by index, and
+            the buckets are sorted by the smallest index in them.
+
+    Returns:
+        The parameter indices of each bucket.
     """
     numbers = range(len(specs)) if order is None else order
     items: list[tuple[int, Hashable, float]] = [
@@ -201,7 +223,8 @@ def assign(
 def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
     """Return the buckets of delayed parameters, as lists of parameter indices.
 
-    One of any size for each dtype and device; a sparse one has a bucket of its own.
+    There is one of any size for each dtype and device. A sparse parameter has a bucket
+    of its own.
     """
     together: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
@@ -212,10 +235,11 @@ def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
 
 
 def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
-    """Return the layout before the ready order is known; ``limits`` as in `assign`.
+    """Return the layout to use as long as the ready order is not known.
 
-    Buckets are filled in registration order and launched in reverse, last one first;
-    those of delayed parameters follow.
+    Buckets are filled in registration order, with these ``limits`` (`fill`), and
+    launched in reverse, because a backward begins with the last layer. Those of delayed
+    parameters follow.
     """
     return build_layout(specs, assign(specs, limits)[::-1] + delayed(specs))
 

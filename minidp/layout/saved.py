@@ -33,9 +33,13 @@ _REMEDY = (
 def to_plain(
     layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
 ) -> dict[str, Any]:
-    """Return a layout as a dict for JSON: names and sizes by bucket, and ``rebuilt``.
+    """Return a layout as a dict for JSON, with the names and sizes in each bucket.
 
-    ``rebuilt``: True if the layout follows the ready order: a resumed run keeps it.
+    Args:
+        layout: The layout.
+        specs: The parameters that it assigns.
+        rebuilt: Whether it follows the ready order, so that a resumed run must not
+            rebuild it.
     """
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
@@ -49,8 +53,11 @@ def to_plain(
 def read_plain(value: object) -> SavedLayout:
     """Parse a mapping from `to_plain`, or the JSON file at a path that holds one.
 
-    Raises TypeError if it is no mapping; ValueError if the file cannot be read, or the
-    mapping has another form. Does not check names against a model: `resumed_layout`.
+    Whether it fits a model is checked by `resumed_layout`.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: The file cannot be read, or the mapping has another form.
     """
     source = ""
     if isinstance(value, str | os.PathLike):
@@ -90,7 +97,7 @@ def read_plain(value: object) -> SavedLayout:
 
 
 def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
-    """Return ``value`` as tuples; None unless it is a list of lists of ``kind``."""
+    """Return a list of lists as tuples, or None if it is no such thing of ``kind``."""
     lists = (list, tuple)
     if not isinstance(value, lists) or not all(isinstance(row, lists) for row in value):
         return None
@@ -100,11 +107,13 @@ def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
 
 
 def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
-    """Convert a saved layout to one of ``specs``; ValueError if it does not fit.
+    """Return the layout of these parameters that was saved by their names.
 
-    It fits if it holds each parameter once, in its saved size (if any), each bucket has
-    one dtype and device, sparse parameters are alone in theirs, and delayed ones have
-    the last buckets for themselves.
+    Raises:
+        ValueError: It does not fit. It must hold each parameter once, in the size that
+            was saved, if any was. Each bucket must have one dtype and device. A sparse
+            parameter must be alone in its bucket, and delayed ones must have the last
+            buckets for themselves.
     """
 
     def require(fits: object, expected: str, found: str, names: Iterable[str]) -> None:
@@ -149,7 +158,7 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 def _kind(spec: ParamSpec) -> str:
     """Return a text that is equal for parameters that may share a bucket.
 
-    That of a sparse one is unique.
+    A sparse parameter shares its bucket with none, so that its text is unique.
     """
     sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"
