@@ -390,9 +390,9 @@ class GradHooks:
         self._handles: list[RemovableHandle] = []
         self._dicts: list[dict[int, Any]] = []  # all Python hooks of each node
         self._hooks: list[GradHook] = []
-        self.table = pending.native
-        if self.table is not None:
-            self._native = self.table.attach()
+        self.native_table = pending.native  # None if the hooks are in Python
+        if self.native_table is not None:
+            self._native_hooks = self.native_table.attach()
             return
         small, large = _small_hook(params, pending), _large_hook(pending)
         self._hooks = [large if is_copied_at_once(p) else small for p in params]
@@ -420,8 +420,9 @@ class GradHooks:
         Those might change a gradient that is recorded, but not copied yet. On the CPU
         hooks in C++ copy each gradient at once, so that none is returned.
         """
-        if self.table is not None:
-            return list(self._native.shared()) if self._params[0].is_cuda else []
+        if self.native_table is not None:
+            is_cuda = self._params[0].is_cuda
+            return list(self._native_hooks.shared()) if is_cuda else []
         if sum(map(len, self._dicts)) == len(self._dicts):  # each node has ours only
             return []
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]
@@ -442,8 +443,8 @@ class GradHooks:
 
         A second call does nothing.
         """
-        if self.table is not None:
-            self._native.remove()
+        if self.native_table is not None:
+            self._native_hooks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

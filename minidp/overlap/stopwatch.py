@@ -109,7 +109,9 @@ class HookTiming:
         self.is_on = False
         self._hooks = hooks
         self._clock = clock
-        self._is_in_cpp = hooks.table is not None and clock is time.perf_counter_ns
+        self._is_in_cpp = (
+            hooks.native_table is not None and clock is time.perf_counter_ns
+        )
         self._stamps: list[Any] = [None] * len(hooks.nodes)
         plain = {hook for _, _, hook in hooks.places}
         self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
@@ -118,7 +120,7 @@ class HookTiming:
         """Start or stop recording the times of hooks, but not during a backward."""
         if on is self.is_on:
             return
-        self.is_on, table = on, self._hooks.table
+        self.is_on, table = on, self._hooks.native_table
         if table is not None:
             table.stamp_by(self._stamp if on and not self._is_in_cpp else None)
             table.is_timed = on
@@ -136,7 +138,7 @@ class HookTiming:
         run.
         """
         if self._is_in_cpp:
-            stamps = cast("Any", self._hooks.table).take_stamps()
+            stamps = cast("Any", self._hooks.native_table).take_stamps()
             return [stamp or None for stamp in stamps]
         taken, self._stamps[:] = list(self._stamps), [None] * len(self._stamps)
         return taken

@@ -78,8 +78,8 @@ def test_phases_of_a_step_are_in_order(model):
 def hooks_of(model):
     """What runs, of hooks in Python; of native ones whether they read the clock."""
     hooks = model._reducer.hooks
-    if hooks.table is not None:
-        return hooks.table.is_timed
+    if hooks.native_table is not None:
+        return hooks.native_table.is_timed
     return [handle.hooks_dict_ref()[handle.id] for handle in hooks._handles]
 
 
