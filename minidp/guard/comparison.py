@@ -81,8 +81,9 @@ class Verdict:
     def proves_mistake(self) -> bool:
         """Whether the coming optimizer step makes the replicas differ.
 
-        Not if the ranks step different parts, nor if some ranks step unseen: these may
-        send each other the results. If nobody can be asked, the suspicion has to do.
+        It need not if the ranks step different parts, or if some ranks step unseen,
+        because these may send each other the results. If nobody can be asked, the
+        suspicion has to do.
         """
         if not self.can_ask or self.reducing:
             return True
@@ -114,12 +115,16 @@ class Comparison:
 
     They meet through the store, because some may not come. Only if all have come does a
     collective find out whether a difference is mere rounding.
-    ``key`` returns the wrapper's place in the store, which is the same on all ranks,
-    and ``replaced``, by name, the parameters that the module has got since it was
-    wrapped: a rank that asks compares these in the place of those of the same names.
+
+    Args:
+        reducer: The reducer of the wrapper.
+        key: Returns the wrapper's place in the store, which is the same on all ranks.
+        replaced: Returns, by name, the parameters that the module has got since it was
+            wrapped. A rank that asks compares these in the place of those of the same
+            names.
     """
 
-    # In join(), the ranks that still make steps; None: all.
+    # The ranks that still make steps, in `join()`, or None for all.
     ranks_with_inputs: Collection[int] | None = None
 
     def __init__(

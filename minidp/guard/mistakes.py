@@ -136,8 +136,11 @@ class StepCheck:
     def find_suspicion(self, late: dict[str, nn.Parameter]) -> Suspicion | None:
         """Return what may make replicas differ in this step, or None.
 
-        ``late``: trainable parameters that joined the module after wrapping. Drops
-        local gradients of zeros from `LocalActs`, for which it may wait for a GPU.
+        Local gradients that are all zeros are no suspicion, and `LocalActs` forgets
+        them here. To see that they are zeros may mean waiting for a GPU.
+
+        Args:
+            late: Trainable parameters that joined the module after it was wrapped.
         """
         return (
             self._find_late_parameters(late)
@@ -154,10 +157,12 @@ class StepCheck:
             self._acts.drop(i)
 
     def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> Suspicion | None:
-        """Suspect a step of parameters that are in the module, or were lent to it.
+        """Suspect a step of parameters that joined the module, or were lent to it.
 
-        ``found``: those that are in the module and trainable. Never of those that
-        another wrapper averages.
+        Those that another wrapper averages are left out.
+
+        Args:
+            found: The trainable ones that are in the module now.
         """
         late = self._guard.late_parameters
         names = {id(p): name for name, p in (late.frozen | found).items()} | late.lent()

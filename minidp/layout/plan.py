@@ -265,10 +265,17 @@ def rebuilt_layout(
 def build_layout(
     specs: Sequence[ParamSpec], assignment: Sequence[Sequence[int]]
 ) -> Layout:
-    """Return the layout that has ``assignment``, parameter indices by bucket.
+    """Return the layout whose buckets have these parameters.
 
-    A bucket gets the dtype and device of its first parameter; that the others have them
-    is not checked. InternalError unless each of ``specs`` is in one bucket.
+    A bucket gets the dtype and device of its first parameter. Whether the others have
+    them is not checked.
+
+    Args:
+        specs: All parameters.
+        assignment: The parameter indices of each bucket, in slot order.
+
+    Raises:
+        InternalError: Some parameter is not in exactly one bucket.
     """
     plans = []
     for number, members in enumerate(assignment):
