@@ -103,7 +103,7 @@ class Mode:
         """
 
     def first_marks(self) -> dict[int, GradState]:
-        """Return, by index, the entries that a backward begins with, where not usual.
+        """Return, by index, the entries that begin a backward other than the usual one.
 
         It is asked only if the mode `counts_arrivals`.
         """

@@ -89,7 +89,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
 
 
 def _large_hook(pending: PendingGrads) -> GradHook:
-    """Return the hook that copies a large gradient at once, from a warm cache."""
+    """Return the hook that copies a large gradient at once, while it is cached."""
     entries, reducer, unset = pending.entries, pending.reducer, GradState.UNSET
 
     @untraced
@@ -144,7 +144,7 @@ class GradTable:
         self._members: Sequence[Sequence[int]] = ()
 
     def adopt(self, members: Sequence[Sequence[int]]) -> None:
-        """Use other buckets: the parameter indices of each, in slot order."""
+        """Use other buckets, given by the parameter indices of each, and `refill`."""
         self._members = members
         for number, indices in enumerate(members):
             for i in indices:
@@ -260,8 +260,8 @@ class PendingGrads:
         """Begin a backward, in which nothing has arrived so far.
 
         Args:
-            usual: What the entry of each parameter is set to,
-            marks: but for these, by index.
+            usual: The entry that a parameter begins with, unless ``marks`` has one.
+            marks: The entries that differ from that, by index.
             divisor: By what C++ hooks divide the gradients that they copy.
         """
         entries = [usual] * len(self.entries)
@@ -317,10 +317,10 @@ class PendingGrads:
         self.record(i, entry)
 
     def record(self, i: int, entry: Entry) -> None:
-        """Record the entry of a gradient that arrived, and when in the ready order.
+        """Record the entry of a gradient that arrived, as the next one in ready order.
 
         If its bucket is full by that, it is completed. If the gradient was filled in
-        before, only its entry is replaced, because it was counted then.
+        before, it leaves `filled`, and is not counted again.
         """
         self.table.note_ready(i)
         if i in self.filled:
@@ -431,7 +431,7 @@ class GradHooks:
         """Return which of these indices have lost their hook with its node.
 
         To cast or move a parameter gives it a new AccumulateGrad node, silently. Frozen
-        parameters, which have none, are left out.
+        parameters are left out.
         """
         needed = [i for i in among if self._params[i].requires_grad]
         with torch.enable_grad():

@@ -20,10 +20,10 @@ a reduction, in order, and the methods that call::
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
 `BucketQueue.reset` calls `abandon`, also if nothing has failed.
 
-Two calls are about backwards that do not reduce. `added_locally` tells each gradient
-that comes while no reduction is open, in its hook (`Reducer.admit`).
-`ended_without_gradients` tells at the end of a backward that it should have reduced,
-but called no hook (`Reducer.end_now`).
+Two calls are about backwards that do not reduce. `added_locally` tells of each gradient
+that comes while no reduction is open; its hook makes the call (`Reducer.admit`).
+`ended_without_gradients` tells of a backward that should have reduced, but called none
+of our hooks; it comes at the end of that backward (`Reducer.end_now`).
 
 Whoever only wants to know when things happen has `sees_times`. It gets the events that
 `minidp.trace` lists: those of a bucket by `happened`, those of a step by `enter`. They
@@ -98,8 +98,9 @@ class Observer:
     def ended_without_gradients(self) -> None:
         """Note that a backward ended that had to reduce, and called none of our hooks.
 
-        It has left ``.grad`` alone, as `torch.autograd.grad` does, and the reducer
-        stays ARMED for the next one. This is called before the engine returns.
+        It was `torch.autograd.grad`, which leaves ``.grad`` alone, or the hooks are
+        lost, for example because the module was cast. The reducer stays ARMED for the
+        next backward. This is called before the engine returns.
         """
 
     def abandon(self) -> None:
