@@ -9,19 +9,38 @@ has failed. If the counts are equal and none has failed, every launched one can
 complete: the ranks wait for them and keep the group. Otherwise they create a new group
 and abandon the old one, together with its collectives, the memory to which these may
 still write, and the futures of comm hooks.
+
+Wrappers may share a process group. A collective that one of them has left in it would
+be matched with those of the others, so the counts of all of them decide, and all of
+them leave a group that is unusable, each in its own ``reset()``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from minidp import comm
-from minidp.comm import ProcessGroup
+from minidp.comm import Communicator, ProcessGroup
 from minidp.core import BucketState, Reducer
 from minidp.errors import CollectiveError, explain
 
 PATIENCE_SECONDS = 5.0  # for a rank that first reports who is missing
 
 
-def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
+class _Report(NamedTuple):
+    """What a rank publishes in a reset, as JSON."""
+
+    # Of each wrapper on the group, by its place in the store: how many collectives it
+    # has started, and how many of these are asynchronous.
+    counts: dict[str, tuple[int, int]]
+    is_lost: bool  # a collective has failed, or may never end
+    finalized: int  # backwards
+
+
+def agree_and_recover(
+    reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
+) -> ProcessGroup:
     """Reset the reducer and its bucket layout; return its process group from now on.
 
     All ranks of the group must call it together. Ranks that share no store keep the old
@@ -30,6 +49,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     Args:
         reducer: The reducer to reset.
         key: A prefix for keys in the store, equal on all ranks and new for each reset.
+        sharing: All wrappers on the same group, this one included, by a key that is
+            equal on all ranks. If the group is left, their resets leave it, too.
 
     Raises:
         CollectiveError: A rank does not call this in time, or the store is gone.
@@ -39,10 +60,11 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
     comm.free_replaced()  # by earlier resets
-    reports = _exchange(reducer, key) if comm.has_store(group) else []
+    reports = _exchange(reducer, key, sharing) if comm.has_store(group) else []
     if reports:
-        started, launched, lost, _ = zip(*reports, strict=True)
-        if any(lost) or len({*zip(started, launched, strict=True)}) > 1:
+        if _is_unusable(reports):
+            for each in sharing.values():
+                each.has_failed = True
             comm.note_replaced(group)
             group = comm.fresh_group(group, key)
         else:
@@ -54,31 +76,43 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     reducer.rebuild_policy.reset()
     if reports:
         # Some ranks may have finished a backward that others did not.
-        reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
+        reducer.ledger.agree_on(max(each.finalized for each in reports))
         communicator.peers.move_to(group, key)
     # Without a store ranks do not wait for each other: they may not gather, either.
     reducer.adopt(queue.configure(queue.config), shares=bool(reports))
     return group
 
 
-def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
-    """Publish this rank's progress, and wait for that of all ranks.
+def _is_unusable(reports: list[_Report]) -> bool:
+    """Return whether a new collective may meet one that cannot complete.
 
-    Returns:
-        For each rank: how many collectives it has started, how many of these are
-        asynchronous, whether one has failed or may never end, and how many backwards it
-        has finished.
+    A wrapper that lives on some ranks only, because the others have collected it
+    already or have never made this copy of it, proves nothing.
+    """
+    if any(each.is_lost for each in reports):
+        return True
+    everywhere = set.intersection(*({*each.counts} for each in reports))
+    counts = [[each.counts[place] for place in everywhere] for each in reports]
+    return any(each != counts[0] for each in counts)
+
+
+def _exchange(
+    reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
+) -> list[_Report]:
+    """Publish this rank's progress, wait for that of all ranks; return all of them.
 
     Raises:
         CollectiveError: A rank is late, or the store is gone.
     """
-    communicator = reducer.communicator
-    group, tally = communicator.group, communicator.tally
-    queue, is_lost = reducer.queue, communicator.has_failed
+    communicator, queue = reducer.communicator, reducer.queue
+    group, users = communicator.group, sharing.items()
+    is_lost = any(each.has_failed for _, each in users)
     if queue.averaging.active_comm_hook is not None:
         # A hook's future may wait for a later call, which an aborted backward skips.
         is_lost |= any(b.state is BucketState.IN_FLIGHT for b in queue.buckets)
-    mine = (tally.started, tally.launched, is_lost, reducer.ledger.finalized)
+    tallies = {place: each.tally for place, each in users}
+    counts = {place: (t.started, t.launched) for place, t in tallies.items()}
+    mine = _Report(counts, is_lost, reducer.ledger.finalized)
     # A peer may first have to run into the limit of a collective itself.
     seconds = 2 * communicator.seconds + PATIENCE_SECONDS
     ranks = range(group.size())
@@ -108,4 +142,4 @@ def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
                 remedy="a dead rank cannot be reset: restart the job",
             )
         )
-    return list(reports.values())
+    return [_Report(*report) for report in reports.values()]

@@ -40,6 +40,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minidp.comm import Communicator
 from minidp.config import Unsynced
 from minidp.console import warn
 from minidp.core import Observer, Phase, Reducer, untraced, untraced_itself
@@ -94,7 +95,7 @@ class Guard:
         key: Callable[[], str],
         doubts: Doubts,
     ) -> None:
-        self.reducer = reducer
+        self.reducer, self.place = reducer, key
         self.acts = LocalActs(reducer, doubts)
         reducer.queue.observers.append(self.acts)
         self.doubts = doubts
@@ -631,6 +632,16 @@ class Guard:
     def others(self) -> list[Guard]:
         """Return the other live guards of this process, of any wrapper or group."""
         return [guard for guard in _live_guards() if guard is not self]
+
+    def sharing_group(self) -> dict[str, Communicator]:
+        """Return what the live wrappers on this one's process group communicate with.
+
+        The keys are their places in the store, which are equal on all ranks. This
+        wrapper is one of them.
+        """
+        group = self.reducer.communicator.group
+        users = {each.place(): each.reducer.communicator for each in _live_guards()}
+        return {place: each for place, each in users.items() if each.group is group}
 
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.

@@ -317,3 +317,28 @@ def test_a_mistake_of_one_rank_is_followed_up_on_schedule(ctx):
     assert not told(lambda: [step(ctx, ddp, optimizer, n) for n in range(3)])
     ddp._reducer.ledger.finalized = 100
     assert len(told(lambda: step(ctx, ddp, optimizer))) == 1
+
+
+@on_ranks(2, fresh={"group_timeout": 20.0})
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_wrappers_on_one_group_leave_it_together(ctx, order):
+    """Rank 1 raises before the second one's forward; the first one has failed nowhere.
+
+    In the group that both share, rank 0 has begun the second one's collectives.
+    """
+    both = [wrapped(ctx, made(), hang_timeout=1) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for net in both for p in net.parameters()], lr=0.1)
+
+    def train(raises=False):
+        optimizer.zero_grad()
+        for net in both:
+            assert not (raises and net is both[1])
+            net(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+    train()
+    assert error_of(lambda: train(raises=ctx.rank == 1))
+    for i in order:
+        both[i].reset(copy_from=0)
+    train()
+    return [param.detach() for net in both for param in net.parameters()]
