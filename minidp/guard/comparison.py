@@ -51,7 +51,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold what a comparison found; `Guard` decides what follows from it."""
+    """What a comparison has found. The `Guard` decides what follows from it."""
 
     digests: Mapping[int, int]  # by rank, of the ranks that answered
     ranks: frozenset[int]  # without those that ran out of inputs, in join()
@@ -81,9 +81,9 @@ class Verdict:
     def proves_mistake(self) -> bool:
         """Whether the coming optimizer step makes the replicas differ.
 
-        It need not if the ranks step different parts, or if some ranks step unseen,
-        because these may send each other the results. If nobody can be asked, the
-        suspicion has to do.
+        If the ranks step different parts, or if some ranks step without a suspicion, it
+        need not, because they may send each other the results. If nobody can be asked,
+        the suspicion counts as a proof.
         """
         if not self.can_ask or self.reducing:
             return True
@@ -95,7 +95,7 @@ class Verdict:
         return not self.is_proof and self.digests.keys() | self.stepped == self.ranks
 
     def describe(self, what: str) -> str:
-        """Return the part "Found" of an error about ``what``, e.g. "gradients"."""
+        """Return what the error shall say was found, about ``what`` (plural)."""
         if not self.can_ask:
             return (
                 f"no store through which the ranks could compare their {what}, so "
@@ -148,7 +148,7 @@ class Comparison:
         return len(self._ranks()) > 1
 
     def _ranks(self) -> frozenset[int]:
-        """Return the ranks that train: in join(), those that still have inputs."""
+        """Return the ranks that train, which in join() are those with inputs left."""
         everybody = range(self._reducer.communicator.size)
         with_inputs = self.ranks_with_inputs
         return frozenset(everybody if with_inputs is None else with_inputs)
@@ -163,7 +163,10 @@ class Comparison:
     ) -> Verdict:
         """Compare ``.grad`` of ``params``, which a coming optimizer step applies.
 
-        ``which`` are the indices of those that are averaged; ranks may step others.
+        Args:
+            params: All parameters of the optimizer.
+            which: The indices of those that we average. Other ranks may step others,
+                and the verdict tells whether they do.
         """
         part = zlib.crc32(repr([*which]).encode())
         return self._compare("step", [param.grad for param in params], part=part)
@@ -171,7 +174,9 @@ class Comparison:
     def of_parameters(self, moment: str, which: Sequence[int]) -> Verdict:
         """Compare the parameters with the indices ``which``, as they are now.
 
-        ``moment`` names the place in the training loop, and is equal on all ranks.
+        Args:
+            moment: A name of the place in the training loop, equal on all ranks.
+            which: The indices of the parameters.
         """
         return self._compare(moment, [self._reducer.params[i] for i in which])
 
@@ -180,14 +185,16 @@ class Comparison:
         return self._compare(moment, tensors)
 
     def with_waiting_ranks(self, patience: float | None = None) -> Verdict:
-        """Compare all parameters; call it when a synchronised backward begins.
+        """Compare all parameters at the beginning of a synchronised backward.
 
         The other ranks wait for this rank in the same backward, and answer from there.
-        With ``patience`` (seconds) it may be called before, after this rank's step: the
-        others will come to the forward and backward after it if all goes well.
+        In a backward, too, the wait has an end, and then nothing is decided. If a rank
+        never comes, the wait for the first bucket, which follows, names it.
 
-        In a backward, too, the wait has an end, although it is not decided then. A rank
-        that never comes is named by the wait for the first bucket, which follows.
+        Args:
+            patience: After this rank's step, and not in a backward, how many seconds to
+                wait for the others, which come to the next forward and backward if all
+                goes well.
         """
         moment = "backward" if patience is None else "stepped"
         if patience is None:
@@ -268,12 +275,13 @@ class Comparison:
         )
 
     def answer(self) -> None:
-        """Tell a rank that asks for the parameters of this replica what they are.
+        """Post a digest of this replica's parameters if a rank asks for it.
 
-        Called now and then while this rank waits for other ranks. A rank that asks in
-        its backward is answered from inside the same one. One that asks after its step
-        may also be answered from the forward after that step, but only if this rank has
-        made as many steps as it: with two optimizers, the other's may still come.
+        This is called now and then while this rank waits for other ranks. A rank that
+        asks in its backward is answered from inside the same one. One that asks after
+        its step may also be answered from the forward after that step, but only if this
+        rank has made as many steps, because with two optimizers the other one's step
+        may still come.
         """
         reducer, ledger = self._reducer, self._reducer.ledger
         step, steps = ledger.finalized, ledger.steps
@@ -294,9 +302,10 @@ class Comparison:
                 post_json(store, topic, reducer.communicator.rank, post)
 
     def _next_topic(self, moment: str) -> str:
-        """Return a name for this comparison, the same on all ranks, and used once.
+        """Return a new name for this comparison, which is equal on all ranks.
 
-        In a backward, ranks may have made different steps and forwards before.
+        Ranks that meet in a backward may have made different steps and forwards before,
+        so their numbers are no part of that name.
         """
         ledger = self._reducer.ledger
         place = f"{moment}/{ledger.finalized}"
@@ -358,7 +367,7 @@ class _Meeting:
         return is_late or bool(missing & gone) or missing <= stepped
 
     def is_done_within(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; return whether the meeting is over."""
+        """Wait up to ``seconds``, and return whether the meeting is over."""
         deadline, pause = world.now() + seconds, FIRST_PAUSE
         while not self.is_completed():
             if world.now() > deadline:
@@ -368,17 +377,17 @@ class _Meeting:
         return True
 
     def wait(self) -> dict[int, Any]:
-        """Wait until the meeting is over; return what came, by rank."""
+        """Wait until the meeting is over, and return what came, by rank."""
         while not self.is_done_within(1.0):
             pass
         return dict(sorted(self._posts.items()))
 
 
 def _digest(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return a checksum of values, dtypes and shapes; None counts as a value.
+    """Return a checksum of the tensors' values, dtypes and shapes.
 
-    Zeros of both signs count as equal, and so do all NaNs: a replica in which both
-    occur trains as one in which the other does.
+    None counts as a value. Zeros of both signs count as equal, and so do all NaNs,
+    because a replica that holds the one trains like a replica that holds the other.
     """
     shapes, plain = [], []
     for tensor in tensors:

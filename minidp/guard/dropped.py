@@ -44,7 +44,7 @@ _OTHERS = {
 
 
 class _Facts(NamedTuple):
-    """Hold what is known of a wrapper's parameters, without keeping one alive."""
+    """What is known of a wrapper's parameters, without keeping one alive."""
 
     rank: int
     names: Sequence[str]
@@ -56,7 +56,7 @@ class _Facts(NamedTuple):
 
     @property
     def was_used(self) -> bool:
-        """Whether a forward in training ran, inside no_sync() or outside."""
+        """Whether a forward in training ran, be it inside no_sync() or outside."""
         ledger = self.ledger
         return bool(ledger.armed or ledger.forwards or ledger.finalized)
 
@@ -72,9 +72,16 @@ def expect_death(
 ) -> Callable[[], object]:
     """Let the death of ``guard``, with its wrapper, make orphans of its parameters.
 
-    If an earlier wrapper left them behind, they are no orphans any more. ``has_group``
-    says whether the wrapper's process group still exists. Return a function that
-    cancels this, for a wrapper that is ended on purpose.
+    If an earlier wrapper left them behind, they are no orphans any more.
+
+    Args:
+        guard: The guard of the wrapper.
+        optimizers: The optimizers that have stepped under the wrapper. They are read
+            when the wrapper has died.
+        has_group: Returns whether the wrapper's process group still exists.
+
+    Returns:
+        A function that cancels this, for a wrapper that is ended on purpose.
     """
     reducer: Reducer = guard.reducer
     for i in [i for i, (facts, k) in orphans.items() if facts.params[k]() is None]:
@@ -112,7 +119,11 @@ def warn_of_orphans(
 ) -> None:
     """Warn if ``optimizer`` is about to step on parameters that a wrapper left behind.
 
-    Once for each wrapper. ``is_averaged`` says whether a live one averages a parameter.
+    The parameters of this step are no orphans afterwards, so the warning comes once.
+
+    Args:
+        optimizer: The optimizer.
+        is_averaged: Returns whether a live wrapper averages a parameter.
     """
     left: dict[int, _Facts] = {}
     names: dict[int, list[str]] = {}
@@ -139,7 +150,10 @@ def warn_of_orphans(
 
 
 def _is_averaged_by_others(param: nn.Parameter) -> bool:
-    """Return whether a wrapper of another library holds a parameter; takes long."""
+    """Return whether a wrapper of another library holds a parameter.
+
+    This takes long, because it looks at all objects of the process.
+    """
     for each in gc.get_objects():
         kinds = {kind.__name__ for kind in type(each).__mro__}
         is_wrapper = kinds & _OTHERS and issubclass(type(each), nn.Module)

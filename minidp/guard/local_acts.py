@@ -31,7 +31,7 @@ from minidp.replica import Doubts
 
 
 class Origin(Enum):
-    """Name where a local gradient came from, for the optimizer guard's error."""
+    """Where a local gradient came from, as the optimizer guard's error tells it."""
 
     QUIET = "a forward inside no_sync()"
     AGAIN = "outputs of a forward whose reduction is over"
@@ -49,7 +49,7 @@ class Steps:
         self.has_any = False  # some optimizer has ever stepped; it may be gone
 
     def expect(self) -> None:
-        """Expect the same optimizers to step again: averages have come."""
+        """Expect the same optimizers to step again, because averages have come."""
         if self._since:
             self._before, self._since = self._since, WeakSet()
         self._has_averages = True
@@ -65,7 +65,10 @@ class Steps:
 
     @property
     def is_one_left_out(self) -> bool:
-        """Whether an optimizer steps no more; or, as long as none ever has, all do."""
+        """Whether an optimizer that stepped before has not done so since the averages.
+
+        As long as no optimizer has ever stepped, this is true after any averages.
+        """
         return self._has_averages and (
             not self._before <= self._since or not self.has_any
         )
@@ -154,9 +157,9 @@ class LocalActs(Observer):
     def switch_sync(self, *, enabled: bool) -> None:
         """Note that no_sync() is left, if ``enabled``, or entered.
 
-        What happened inside was meant to be local, so noted versions become the present
-        ones. It is a reason for replicas to differ if the first or the last parameter
-        was changed inside.
+        What happened inside was meant to be local, so the present versions replace the
+        noted ones. If the first or the last parameter was changed inside, that is a
+        reason for replicas to differ, which goes into the `Doubts`.
         """
         params = self._reducer.params
         sample = (params[0]._version, params[-1]._version)
@@ -168,7 +171,7 @@ class LocalActs(Observer):
             self._versions_before = sample
 
     def finished(self) -> None:
-        """Forget local gradients, but those that the averages have not replaced."""
+        """Forget all local gradients except those that no average has replaced."""
         self.steps.expect()
         self._forget(self._reducer.queue.untouched)
 
@@ -185,7 +188,8 @@ class LocalActs(Observer):
 def _origin(through_outputs: Collection[int]) -> Origin:
     """Return where the gradient is from whose hook runs, if from no quiet forward.
 
-    ``through_outputs``: running graph tasks that reached our outputs.
+    Args:
+        through_outputs: The running graph tasks that have reached our outputs.
     """
     if not through_outputs:
         return Origin.OUTSIDE

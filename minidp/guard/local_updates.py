@@ -25,8 +25,8 @@ _TO_GO_ON = (
 class Change:
     """Parameters that changed although their gradients were not averaged.
 
-    That is wrong if it was an update, and right if all ranks changed them alike, or
-    change them back before they are stepped (other weights for one evaluation, or
+    That is wrong if it was an update. It is right if all ranks changed them alike, or
+    change them back before the next step (other weights for one evaluation, or
     sharpness-aware training). So it is judged later, by a comparison of the ranks.
     """
 

@@ -46,7 +46,7 @@ _FINALIZE = "call finalize_backward() after each synchronised backward()"
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What may be a mistake, in the parts of an error text but for what was found."""
+    """What may be a mistake, as the parts of an error text, except what was found."""
 
     what: str
     names: Sequence[str]
@@ -71,10 +71,13 @@ class Suspicion:
 
 
 class StepCheck:
-    """Find mistakes in a coming optimizer step; made for each step.
+    """Find mistakes in one coming optimizer step.
 
-    ``last``: the ledger's (`armed`, `finalized`) at that optimizer's last step. The
-    constructor compares them with the present ones, and looks for nothing.
+    Args:
+        guard: The guard that checks the step.
+        optimizer: The optimizer that steps.
+        last: The ledger's `armed` and `finalized` at that optimizer's last step. They
+            tell which forwards and averages have come since.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class StepCheck:
     def held(self) -> dict[int, str]:
         """Names, by index, of averaged parameters that the step changes.
 
-        Those of the optimizer that have a ``.grad``.
+        These are the ones of the optimizer that have a ``.grad``.
         """
         index = self._guard.index
         found = [index[id(p)] for p in self._params() if id(p) in index]
@@ -104,7 +107,7 @@ class StepCheck:
     def find_certain(self) -> str:
         """Return an error text if a reduction runs or has failed, else "".
 
-        Its gradients are not averaged yet, or only some of them are.
+        The gradients of such a reduction are not averaged yet, or only some of them.
         """
         phase = self._reducer.phase.now
         if phase in (Phase.IDLE, Phase.PAUSED) or not self.held:
@@ -152,7 +155,7 @@ class StepCheck:
         )
 
     def acquit(self) -> None:
-        """Take the gradients of this step for averaged: all ranks have the same."""
+        """Take the gradients of this step for averages, as all ranks have the same."""
         for i in self.held:
             self._acts.drop(i)
 
@@ -284,8 +287,13 @@ class LateParameters:
     def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
         """Return trainable leaf parameters, by name, neither averaged nor ignored.
 
-        {} at once if ``module`` (None: the last accepted) is as at the last `accept`.
-        If none is found, `accept` it, unless a functional_call now lends it non-leaves.
+        This is called before every step and forward. So it returns {} at once if the
+        module is as it was at the last `accept`. If it finds nothing in another state,
+        it calls `accept`, unless a functional_call now lends the module tensors that
+        are no leaves.
+
+        Args:
+            module: The module, by default the one that was accepted last.
         """
         module = self._module if module is None else module
         now = [*chain.from_iterable(map(_values, self._dicts))]
@@ -306,16 +314,16 @@ class LateParameters:
             self._lent[id(param)] = name, weakref.ref(param)
 
     def lent(self) -> dict[int, str]:
-        """Return the names, by id, of parameters that forwards have found, and live."""
+        """Return the names, by id, of the noted parameters that still live."""
         for key, (_, param) in [*self._lent.items()]:
             if param() is None:
                 del self._lent[key]
         return {key: name for key, (name, _) in self._lent.items()}
 
     def accept(self, module: nn.Module) -> None:
-        """Remember the state of ``module``: `find` returns {} until it changes.
+        """Remember the state of ``module``, so that `find` is fast until it changes.
 
-        A parameter that was frozen and becomes trainable is a change, too.
+        If a parameter that was frozen becomes trainable, that is a change, too.
         """
         self._module = module
         unknown = self._unknown(module).items()
@@ -397,10 +405,13 @@ def _suspect_move(so: str, moved: Mapping[str, tuple[_Kind, _Kind]]) -> Suspicio
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise ReducerFailedError if the last backward failed; no-op if it is done.
+    """Refuse a forward if the last backward failed, or did not come to its end.
 
-    UnfinishedReductionError if it lacks gradients; that is sent to other ranks, which
-    may wait for these.
+    Raises:
+        ReducerFailedError: It failed.
+        UnfinishedReductionError: It lacks gradients. The error is sent to the other
+            ranks, too, because they may wait for these. Or it waits for the user's
+            finalize_backward().
     """
     phase = reducer.phase.now
     if phase in (Phase.IDLE, Phase.ARMED):
@@ -429,7 +440,7 @@ def _how_it_failed(reducer: Reducer) -> str:
 
 
 def _explain_missing(reducer: Reducer, what: str) -> str:
-    """Return an error text: ``what``, names of missing gradients, torch's advice."""
+    """Return an error text of ``what``, the missing gradients, and what to do."""
     rank, missing = reducer.rank, reducer.pending.missing()
     names = [reducer.names[i] for i in missing]
     if reducer.phase.now is Phase.REDUCING:
@@ -500,7 +511,10 @@ _BESIDES_THE_MODEL = (
 def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
     """Return two texts: how gradients stayed local, and what to do about it.
 
-    ``model_ran``: the wrapper's forward ran, too; OUTSIDE may be an additional loss.
+    Args:
+        origins: Where the gradients came from.
+        model_ran: Whether the wrapper's forward ran, too. A gradient from OUTSIDE may
+            then be that of an additional loss.
     """
     texts = _ORIGINS | ({Origin.OUTSIDE: _BESIDES_THE_MODEL} if model_ran else {})
     whats, remedies = zip(*(texts[o] for o in Origin if o in set(origins)), strict=True)
@@ -523,7 +537,7 @@ _STEP = next(
 def num_running(optimizer: Optimizer) -> int:
     """Return how many steps of an optimizer run now, one inside the other.
 
-    Two do where its class calls ``super().step()`` in its own ``step``.
+    Two of them run if its class calls ``super().step()`` in its own ``step``.
     """
     frame: FrameType | None = sys._getframe()
     num_steps = 0
@@ -540,7 +554,10 @@ def is_nested(optimizer: Optimizer) -> bool:
 
 
 def is_nonzero(grad: torch.Tensor | None) -> bool:
-    """Return whether a gradient is not all zeros: NaN yes, None no. Waits for a GPU."""
+    """Return whether a gradient is not all zeros, which may mean waiting for a GPU.
+
+    NaN is not zero. A gradient that is None counts as zeros.
+    """
     if grad is None:
         return False
     values = grad._values() if grad.layout is torch.sparse_coo else grad

@@ -83,8 +83,14 @@ class Guard:
     """Check the optimizer steps, until `retire`, and the forwards of one wrapper.
 
     Process-wide hooks call it before and after every step, the wrapper before forwards.
-    The constructor installs these hooks, and adds itself to the live guards. ``key``
-    returns the wrapper's place in the store, the same on all ranks.
+    The constructor installs these hooks, and adds itself to the live guards.
+
+    Args:
+        reducer: The reducer of the wrapper.
+        policy: What becomes of a mistake: the wrapper's ``unsynced``.
+        replica: The wrapped module and its parameters.
+        key: Returns the wrapper's place in the store, which is the same on all ranks.
+        doubts: Where the guard notes why replicas may differ, for their comparison.
     """
 
     def __init__(
@@ -143,13 +149,22 @@ class Guard:
 
     @untraced
     def check(self, optimizer: Optimizer, *, in_closure: bool = False) -> None:
-        """Check a step about to run, outside no_sync(): raise or warn, as ``unsynced``.
+        """Check a step that is about to run, and raise or warn as ``unsynced`` says.
 
-        ``in_closure``: the step has begun already, and has just called its closure.
+        If something is suspicious, this may wait for other ranks. Inside no_sync() only
+        the first two of the errors below are raised. Inside `allow` nothing is checked.
 
-        May wait for other ranks, if something is suspicious. Inside no_sync() and
-        outside: DoubleStepError after `expect_in_backward`, and ItemCountError, see
-        `_check_counts`. No-op inside `allow`.
+        Args:
+            optimizer: The optimizer that steps.
+            in_closure: Whether the step has begun already, and has just called its
+                closure.
+
+        Raises:
+            DoubleStepError: The optimizer steps in backwards (`expect_in_backward`).
+            ItemCountError: The counts of items give no mean (`_check_counts`).
+            UnsyncedGradientsError: Replicas differ, or would after this step, and
+                ``unsynced="raise"``.
+            Exception: What the `precondition` raises.
         """
         if id(optimizer) in self._allowed:
             return
@@ -216,7 +231,7 @@ class Guard:
     def _judge_step(
         self, step: StepCheck, optimizer: Optimizer, suspicion: Suspicion
     ) -> None:
-        """Complain of a step if that is proved; if it stays open, judge it later."""
+        """Complain of a step if that is proved, or let it be judged later."""
         if self._was_made_elsewhere:  # the others will not come this time either
             outcome = _Outcome.MADE_ELSEWHERE
         else:
@@ -235,7 +250,7 @@ class Guard:
             self._tells_open_step = False
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
-        """Compare the gradients of a coming step between the ranks that suspect it."""
+        """Compare the gradients of a coming step on the ranks that suspect it."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         verdict = self.comparison.of_gradients(params, sorted(step.held))
         if not step.held:  # other ranks need not step what is not averaged
@@ -286,13 +301,18 @@ class Guard:
             observers.enter(event)
 
     def check_forward(self, module: nn.Module) -> None:
-        """Raise if the last backward failed or is unfinished; look for other mistakes.
+        """Raise if the last backward failed or is unfinished, or a mistake came before.
 
-        ItemCountError if its item counts give no mean. Then, outside no_sync() and
-        unless ``unsynced="ignore"``, raise or warn if a comparison of the ranks proves
-        that parameters were cast, joined the module, or were updated by local
-        gradients, and differ now. After a step that the ranks made differently, they
-        are compared in no_sync(), too.
+        Unless ``unsynced="ignore"``, the parameters are compared between the ranks if
+        some were cast, joined the module, or changed after local gradients, and if a
+        step is still to be judged. Inside no_sync() only such a step is looked at. If
+        this proves a mistake, it raises or warns as ``unsynced`` says.
+
+        Raises:
+            ItemCountError: The last backward's counts of items give no mean.
+            ReducerFailedError: The last backward failed.
+            UnfinishedReductionError: The last backward left gradients missing.
+            UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
         """
         reducer = self.reducer
         self._check_counts()
@@ -348,16 +368,16 @@ class Guard:
             self._note_change(found)
 
     def _note_change(self, found: Change | None) -> None:
-        """Keep a change until it is judged; not if another wrapper averages there."""
+        """Keep a change until it is judged, unless another wrapper averages there."""
         mine = self.index.keys()
         is_shared = any(not mine.isdisjoint(other.index) for other in self.others())
         if found is not None and not is_shared and self.policy != "ignore":
             self._change = found
 
     def _judge_change(self, change: Change, moment: str, which: Sequence[int]) -> None:
-        """Compare parameters that changed after local gradients; complain, or trust.
+        """Compare parameters that changed after local gradients, and complain or trust.
 
-        If this rank alone has seen a change, it asks the others in the next backward.
+        If some ranks have not seen a change, this one asks them in the next backward.
         """
         mine = self.index.keys()
         if any(not mine.isdisjoint(other.index) for other in self.others()):
@@ -376,8 +396,11 @@ class Guard:
     ) -> None:
         """Judge a step that was open by a comparison of all parameters after it.
 
-        ``made_elsewhere``: the other ranks had made it without any doubt. ``tells``:
-        warn if nobody answers; else ask again in the next backward.
+        Args:
+            verdict: What the comparison has found.
+            made_elsewhere: Whether the other ranks had made the step without any doubt.
+            tells: Whether to warn if not all ranks answered. Otherwise this rank asks
+                them again in the next backward.
         """
         assert self._open_step is not None
         suspicion, self._open_step = self._open_step, None
@@ -419,10 +442,11 @@ class Guard:
     def _check_skipped_step(self) -> None:
         """Suspect that this rank has not made an optimizer step that others made.
 
-        Averages have come, and an optimizer that stepped before has not: the script
-        has caught an error. Or all ranks left out the step, as a GradScaler does, or
-        accumulate without `no_sync`, or another rank makes all steps and sends the
-        parameters; then they are equal, and are asked more and more rarely.
+        Averages have come, and an optimizer that stepped before has not: perhaps the
+        script has caught an error. But perhaps all ranks left out the step, as a
+        GradScaler does, or accumulate without `no_sync`, or another rank makes all
+        steps and sends the parameters. In these cases the ranks turn out to be equal,
+        and they are asked more and more rarely.
         """
         check, doubts = self.replica_check, self.doubts
         if not self._steps.is_one_left_out:
@@ -453,7 +477,8 @@ class Guard:
     def _compare_after_local_steps(self) -> None:
         """Let the replicas be compared in the step that begins, after local training.
 
-        They were made equal again, or it was a mistake: an indentation too deep, say.
+        By then they were made equal again; or the local training was a mistake, such as
+        an indentation too deep.
         """
         check, was_local = self.replica_check, self.doubts.was_local
         if check is not None and was_local and self._local_trust.is_due():
@@ -461,11 +486,11 @@ class Guard:
             check.meet_after_local_steps()
 
     def _is_skip_suspicious(self) -> bool:
-        """Return whether still no step has come, and it is time to ask about it."""
+        """Return whether a step is still left out, and it is time to ask about it."""
         return self._steps.is_one_left_out and self._skip_trust.is_due()
 
     def _conclude_skipped(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
-        """Complain of a step that was left out; say nothing unless it is proved.
+        """Complain of a step that was left out, if the comparison is a proof.
 
         If all ranks have left it out, that is not why they differ: the comparison of
         replicas, which names what differs on which ranks, follows in the next step.
@@ -523,7 +548,11 @@ class Guard:
     ) -> _Outcome:
         """Compare, and complain if that proves the suspicion.
 
-        ``may_average``: the step that comes may do so, with all ranks that answered.
+        Args:
+            suspicion: What may be wrong.
+            compare: Compares the ranks.
+            may_average: Whether the step that comes may average the gradients itself.
+                If all ranks have answered, a difference then proves nothing yet.
         """
         if self.policy == "ignore":
             self._complain(suspicion.what)
@@ -554,7 +583,8 @@ class Guard:
     def expect_in_backward(self, optimizer: Optimizer) -> None:
         """Register an optimizer that steps in backwards: other steps of it then raise.
 
-        ValueError if some wrapper has it already, or it holds no parameter of ours.
+        Raises:
+            ValueError: Some wrapper has it already, or it holds no parameter of ours.
         """
         name = type(optimizer).__name__
         if any(optimizer in guard._in_backward for guard in _live_guards()):
@@ -570,7 +600,8 @@ class Guard:
     def allow(self, optimizer: Optimizer) -> Iterator[None]:
         """Let ``optimizer`` step unchecked in the block.
 
-        An Exception in the block becomes a MiniDPError.
+        Raises:
+            MiniDPError: The block raised an `Exception`, which becomes its cause.
         """
         self._allowed.add(id(optimizer))
         try:
@@ -588,7 +619,7 @@ class Guard:
             self._allowed.discard(id(optimizer))
 
     def reset(self) -> None:
-        """Forget what was suspicious: the ranks are about to be compared, or equal."""
+        """Forget what was suspicious, as the ranks are compared soon, or equal now."""
         waiting = (_LookAgain, _AskInBackward)
         observers = self.reducer.queue.observers
         for each in observers:
@@ -600,10 +631,13 @@ class Guard:
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
     def expect_death(self, has_group: Callable[[], bool]) -> None:
-        """Warn of steps on our parameters after the wrapper's death; see `dropped`.
+        """Warn of steps on our parameters after the wrapper's death, as `dropped` does.
 
-        Not with ``unsynced="ignore"``, not after `retire`, and only as long as
-        ``has_group()``: the wrapper's process group exists.
+        With ``unsynced="ignore"`` and after `retire` there is no warning.
+
+        Args:
+            has_group: Returns whether the wrapper's process group still exists. If not,
+                there is no warning either.
         """
         cancel = dropped.expect_death(self, self._at_step, has_group)
         if self.policy == "ignore":
@@ -612,7 +646,7 @@ class Guard:
             self._cancel_death = cancel
 
     def retire(self) -> None:
-        """Unregister this guard: it checks no optimizer steps any more."""
+        """Unregister this guard, which then checks no optimizer steps any more."""
         _guards.pop(id(self), None)
         self.reducer.queue.observers.remove(self.acts)
         self._cancel_death()
@@ -620,13 +654,14 @@ class Guard:
     def optimizers(self) -> dict[Optimizer, int]:
         """Return optimizers that have stepped on our parameters, and how often.
 
-        Steps outside no_sync() count, since `forget_steps`; in a backward they do not.
+        The numbers count the steps since `forget_steps`, without those inside no_sync()
+        and those in backwards.
         """
         known = [*self._at_step, *self._in_backward]
         return {o: self._num_steps.get(o, 0) for o in known if self._holds_ours(o)}
 
     def forget_steps(self) -> None:
-        """Count optimizer steps anew: the ranks have compared, or are made equal."""
+        """Count optimizer steps anew, after the ranks were compared or made equal."""
         self._num_steps.clear()
 
     def others(self) -> list[Guard]:
@@ -646,8 +681,9 @@ class Guard:
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.
 
-        False if it is not ours, if no synchronised backward ended, if a local backward
-        has added to it, and always in no_sync().
+        It has not if the parameter is not ours, if no synchronised backward has ended
+        yet, or if a local backward has added to the average. In no_sync() the answer is
+        always False.
         """
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
@@ -655,10 +691,14 @@ class Guard:
         return i not in self.acts.unsynced
 
     def _check_counts(self) -> None:
-        """Raise ItemCountError if the last counts of items give no mean; may wait.
+        """Fail the reducer if the last counts of items, on CUDA, give no mean.
 
-        The reducer is then FAILED, and other ranks are told. Waits for counts on CUDA;
-        on the CPU no-op: the backward has raised. No-op unless averaging over items.
+        On CUDA the backward does not wait for its counts, so this does. On the CPU the
+        backward itself has raised already, and without an average over items there are
+        no counts.
+
+        Raises:
+            ItemCountError: The counts give no mean.
         """
         if (items := self.reducer.queue.averaging.items) is not None:
             try:
@@ -668,11 +708,19 @@ class Guard:
                 raise
 
     def _complain(self, problem: str, *, tells_others: bool = False) -> None:
-        """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing.
+        """Raise, warn of or ignore ``problem``, as ``unsynced`` says.
 
-        Before it raises while ranks wait for this one (REDUCING, PAUSED, or
-        ``tells_others``), it sends them the error. If it does not raise, it sets the
-        `doubts`: replicas may differ.
+        If it does not raise, replicas may differ from now on, which it notes in
+        `doubts`.
+
+        Args:
+            problem: The text of the error. If it is empty, there is nothing to do.
+            tells_others: Whether to send the error to the other ranks before it is
+                raised. This is done in any case where they wait for gradients of this
+                rank.
+
+        Raises:
+            UnsyncedGradientsError: There is a problem, and ``unsynced="raise"``.
         """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
@@ -706,7 +754,7 @@ class _LookAgain(Observer):
         self._guard = weakref.proxy(guard)
 
     def finished(self) -> None:
-        """Look outside the forward, and be forgotten."""
+        """Look now, outside the forward, and leave the observers."""
         self._guard.reducer.queue.observers.remove(self)
         self._guard.look_again()
 
@@ -714,8 +762,12 @@ class _LookAgain(Observer):
 class _AskInBackward(Observer):
     """Let a guard ask the other ranks when the coming backward begins, once.
 
-    They wait for this rank in the same backward. ``conclude`` gets the guard and the
-    verdict; ``is_needed`` says whether to ask after all.
+    There they all wait for this rank, so they can answer.
+
+    Args:
+        guard: The guard that asks.
+        conclude: Gets the guard and the verdict.
+        is_needed: Returns whether to ask after all.
     """
 
     def __init__(
@@ -728,7 +780,7 @@ class _AskInBackward(Observer):
         self._conclude, self._is_needed = conclude, is_needed
 
     def begins(self) -> None:
-        """Ask, and be forgotten."""
+        """Leave the observers, and ask if that is still needed."""
         self._guard.reducer.queue.observers.remove(self)
         if self._is_needed(self._guard):
             verdict = self._guard.comparison.with_waiting_ranks()
@@ -736,7 +788,7 @@ class _AskInBackward(Observer):
 
 
 def _add_once(reducer: Reducer, observer: Observer) -> bool:
-    """Register an observer; return False if one of its class waits for a backward."""
+    """Register an observer unless one of its class waits, and return whether it did."""
     observers = reducer.queue.observers
     if any(type(each) is type(observer) for each in observers):
         return False
@@ -757,9 +809,10 @@ class _Outcome(Enum):
 class _Trust:
     """Decide how often to compare what all ranks have changed alike again and again.
 
-    Sharpness-aware training moves weights and back in each step. The first changes are
-    compared each, later ones more and more rarely, down to one in 64. A comparison to
-    which some ranks do not come costs seconds, so that these become rare at once.
+    Sharpness-aware training, for example, moves weights and puts them back in each
+    step. Each of the first changes is compared, and later ones more and more rarely,
+    down to one in 64. Comparisons to which some ranks do not come cost seconds, so they
+    become rare at once.
     """
 
     def __init__(self) -> None:
@@ -767,14 +820,18 @@ class _Trust:
         self._num_early = _NUM_EARLY
 
     def is_due(self) -> bool:
-        """Return whether to compare now; each call counts a change."""
+        """Count a change, and return whether to compare now."""
         if self._left:
             self._left -= 1
             return False
         return True
 
     def note(self, *, is_decided: bool) -> None:
-        """Count a comparison that found nothing, because all were equal or away."""
+        """Count a comparison that has proved no mistake.
+
+        Args:
+            is_decided: Whether all ranks came to it.
+        """
         if is_decided and self._num_early:
             self._num_early -= 1
             return
@@ -786,7 +843,10 @@ _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, b
 
 
 def _live_guards() -> list[Guard]:
-    """Return all guards of live wrappers here; other threads may add and drop some."""
+    """Return the guards of this process's live wrappers.
+
+    Other threads may add and drop some meanwhile.
+    """
     references = _guards.valuerefs()  # a copy, made in one call to C
     return [guard for each in references if (guard := each()) is not None]
 
@@ -829,8 +889,8 @@ _own_hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 def _before_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Tell recorders that a step begins, and let our check be its last hook.
 
-    A pre-hook of all optimizers. The user's own hooks may average gradients, and come
-    before the step in any case.
+    This is a pre-hook of all optimizers. The check has to come after the optimizer's
+    other hooks, because those of the user may average gradients.
     """
     for guard in _live_guards():
         guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
@@ -844,10 +904,13 @@ def _before_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let live guards check the step; with a closure, after each call of that.
+    """Let live guards check the step, or each result of its closure if it has one.
 
-    The last pre-hook of an optimizer. Return None, or the step's arguments with the
-    closure wrapped so. Raises as `Guard.check`.
+    This is the last pre-hook of an optimizer. It raises what `Guard.check` raises.
+
+    Returns:
+        None, or the step's arguments with a closure that lets the guards check the step
+        after each call.
     """
     if dropped.orphans:
         dropped.warn_of_orphans(optimizer, is_averaged)
