@@ -38,7 +38,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
     It is the sum of the tensor's words of 4 bytes, each times an odd factor of its own.
     A change of one element changes the sum, and so does an exchange of two elements.
-    Only the two words of an element of 8 bytes may cancel each other out, rarely.
+    But the changes of the two words of an element of 8 bytes may, rarely, cancel out.
     """
     flat = _plain(tensor)
     size = flat.element_size()
@@ -57,7 +57,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as one contiguous row, a view where that is possible.
+    """Return a tensor's values as a 1-D, contiguous tensor, a view where possible.
 
     The order does not depend on the strides. Complex values become pairs of reals.
     """

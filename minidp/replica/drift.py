@@ -227,12 +227,12 @@ class ReplicaCheck(Observer):
         self.missed_steps = missed_steps
 
     def compare_soon(self) -> None:
-        """Compare in this step or the next one; all ranks call it."""
+        """Compare in this step or the next one. All ranks must call it together."""
         if self._under_way is None:
             self.restart(missed_steps=self.missed_steps)
 
     def meet(self, place: str, *, is_first: bool = False) -> None:
-        """Compare in the next synchronised step if all ranks want to; wait for none.
+        """Compare in the next synchronised step if all ranks want to, without waiting.
 
         Args:
             place: Where the ranks put their checksums into the group's store. It must
@@ -272,7 +272,7 @@ class ReplicaCheck(Observer):
 
     @property
     def excuses(self) -> int:
-        """Why this rank's replica may differ legally, as bits; 0 without a reason."""
+        """Why this rank's replica may differ legally, as bits, or 0 without reason."""
         hook = self._queue.averaging.comm_hook
         is_hooked = hook is not None and hook.has_run and is_foreign(hook)
         return self._excuses(was_hooked=is_hooked)
@@ -337,7 +337,7 @@ class ReplicaCheck(Observer):
     # -- at the end of a backward ------------------------------------------------------
 
     def finished(self) -> None:
-        """At the end of a backward, compare the checksums that `begin` has computed.
+        """Compare the checksums that `begin` has computed, at the end of a backward.
 
         With "auto" a difference that has a reason is accepted, with one warning after
         updates inside no_sync(). Any other difference is looked at a second time, by
@@ -395,13 +395,17 @@ class ReplicaCheck(Observer):
                 self._confirm(snapshot)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
-        """Return what ranks exchange: step, excuses, has an optimizer, checksum."""
+        """Return what the ranks exchange, as integers.
+
+        These are the step (counted from the begin of the schedule), the excuses,
+        whether there is an optimizer, and the checksum.
+        """
         reasons = self._excuses(was_hooked=snapshot.was_hooked)
         step, has_optimizer = snapshot.step - self._base, int(self.has_optimizer)
         return [step, reasons, has_optimizer, int(snapshot.digest)]
 
     def _rows_met(self, place: str) -> list[list[int]]:
-        """Return the rows of all ranks from the store; [] if one is not there yet."""
+        """Return the rows of all ranks from the store, or [] if one is missing."""
         group = self._queue.communicator.group
         with suppress(RuntimeError):
             rows = read_json(group_store(group, place), "row", range(group.size()))
@@ -453,10 +457,13 @@ class ReplicaCheck(Observer):
         return any(row != rows[0] for row in rows)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Compare on all ranks a second time; raise an error if they still differ.
+        """Compare a second time, and refuse a difference. All ranks must call this.
 
         With "auto", a difference that rounding explains is only warned of, and only
         once.
+
+        Raises:
+            ReplicaMismatchError: The replicas still differ.
         """
         # A checksum under way may be of a forward that not all ranks have run.
         self.suspect = None

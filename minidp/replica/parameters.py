@@ -175,7 +175,11 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise a RuntimeError that names tensors which cannot take rank 0's values."""
+    """Refuse tensors that cannot take rank 0's values.
+
+    Raises:
+        RuntimeError: There are some; the text names each, and says why.
+    """
     causes = {name: _why_not_writable(tensor) for name, tensor in tensors.items()}
     found = [f"{name} ({why})" for name, why in causes.items() if why]
     if found:
