@@ -88,7 +88,7 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return why collective number ``started`` cannot finish; "" if it may.
+        """Return why collective number ``started`` cannot finish, or "" if it may.
 
         It cannot if a rank gave up before it. This knows the alarms that `tick` has
         read, and does not ask the store.
@@ -126,7 +126,7 @@ class Heartbeat(PeerMonitor):
         self._wake()
 
     def ask_who_passed(self, step: int, steps: int, *, may_answer: bool) -> Passed:
-        """Ask whether some rank will not come; return the open question at once."""
+        """Ask whether some rank will not come, and return the open question at once."""
         passed = Passed(step, steps, self._tally.started, may_answer=may_answer)
         self._ask(passed)
         return passed
@@ -163,7 +163,10 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """The seconds to the next `tick`: few after a question, then more and more."""
+        """How many seconds to wait for the next `tick`.
+
+        They are few after a question, and then become more and more.
+        """
         pause = max(FIRST_PAUSE, world.now() - self._asked)
         beat = self._calm_seconds
         if self._riders:
@@ -172,7 +175,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def communicator(self) -> Communicator | None:
-        """The communicator of the reducer; None if the reducer was deleted."""
+        """The communicator of the reducer, or None if the reducer was deleted."""
         reducer = self._reducer()
         return None if reducer is None else reducer.communicator
 

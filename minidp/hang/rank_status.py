@@ -113,7 +113,7 @@ def _text_of_missing(names: list[str]) -> str:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Describe where a thread is; the flag is true if it waits for other ranks.
+    """Describe where a thread is, and tell whether it waits for other ranks.
 
     The text names the innermost function, and the line of the user's code that called
     it. It is empty if the thread has ended.
@@ -135,7 +135,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread; None if it has ended."""
+    """Return the innermost frame of a thread, or None if it has ended."""
     # Up to CPython 3.11.8, a garbage collection inside this call may run a destructor
     # that waits for a lock which the call holds (CPython issue 106883). So it is off.
     was_enabled = gc.isenabled()
@@ -260,7 +260,7 @@ def connect(store: object) -> socket.socket | None:
 
 
 def is_closed(connection: socket.socket | None) -> bool:
-    """Return whether the host has closed the connection. None is never closed."""
+    """Return whether the host has closed the connection. It cannot close None."""
     try:
         return connection is not None and not connection.recv(1)
     except BlockingIOError:

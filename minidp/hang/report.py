@@ -154,7 +154,7 @@ def _cut(text: str) -> str:
 
 
 class Inquiry(FutureWork):
-    """The question which ranks are missing in a collective; `try_answer` answers it.
+    """The question which ranks are missing in a collective. `try_answer` answers it.
 
     The collective is number ``started``. A rank whose status has no new beat within
     ``silence`` seconds, counted from the construction, is taken not to run.
@@ -193,10 +193,10 @@ class Inquiry(FutureWork):
 
 
 class Passed:
-    """The question which ranks will not come to a meeting; it stays open until `drop`.
+    """The question which ranks will not come to a meeting.
 
-    The heartbeat calls `try_answer` again and again, and each call adds to the three
-    sets below.
+    It stays open until `drop`. The heartbeat calls `try_answer` again and again, and
+    each call adds to the three sets below.
 
     Args:
         step: The number of the backward after which the ranks meet.
@@ -235,7 +235,7 @@ class Passed:
         return self._is_dropped
 
     def try_answer(self, channel: Channel) -> bool:
-        """Add to the sets what the ``channel`` has read; return `is_completed`."""
+        """Add to the sets what the ``channel`` has read, and return `is_completed`."""
         self.gone |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
             is_new = status.beat > self._first.setdefault(rank, status.beat)
@@ -247,7 +247,7 @@ class Passed:
         return self._is_dropped
 
     def _kind(self, status: RankStatus, *, is_stuck: bool) -> set[int] | None:
-        """Return the set that a rank of this status belongs to; None if it may come."""
+        """Return the set for a rank of this status, or None if it may still come."""
         is_here = status.step == self._step
         waits_for_us = status.started > self._started  # in a collective of the wrapper
         if self._may_answer:

@@ -134,7 +134,7 @@ class Watchdog:
             )
 
     def _leave_with_the_process(self) -> None:
-        """At exit, let the thread tell the other ranks why this process ends.
+        """Let the thread tell the other ranks, at exit, why this process ends.
 
         They are told the error that ended it, if there is one. This waits up to 2 s for
         the thread to end.
@@ -151,10 +151,10 @@ class Watchdog:
         thread.join(EXIT_SECONDS)
 
     def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
-        """If a collective is late on an accelerator, start a thread to `_judge` it.
+        """Start a thread to `_judge` a collective that is late on an accelerator.
 
-        Collectives that the host waits for, as on Gloo, raise where they are waited
-        for, and do not come here.
+        The collectives that the host waits for, as on Gloo, raise where they are waited
+        for. They do not come here.
         """
         communicator = heartbeat.communicator
         late = None if communicator is None else communicator.find_late_on_device()
