@@ -299,7 +299,7 @@ def choose_group(
 
 
 def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module's DTensor parameters local tensors, except during its forward.
+    """Turn a module's DTensor parameters into local tensors, except in its forward.
 
     This is done only if the mesh is a slice of a larger one.
     """
@@ -349,7 +349,7 @@ def _index(device: Any) -> int:
     """Return the index of a device, which is 1 for "cuda:1".
 
     Raises:
-        ValueError: It has none.
+        ValueError: The device has no index.
     """
     index = device if isinstance(device, int) else torch.device(device).index
     if index is None:

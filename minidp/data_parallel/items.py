@@ -87,7 +87,7 @@ def weigh_loss(  # noqa: D417 -- self: a method
         The tensor ``loss * n``; under ``no_grad()`` the loss itself.
 
     Raises:
-        RuntimeError, TypeError: see `count_items`.
+        RuntimeError, TypeError: As `count_items` raises them.
     """
     counts = _counts(self, "weigh_loss")
     if not torch.is_grad_enabled():
@@ -124,10 +124,10 @@ def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
 def item_totals(self: DataParallel) -> ItemTotals:
     """How many items the last synchronised backward averaged, and their mean loss.
 
-    All are float64 tensors on the device of the gradients; nothing waits before you
-    call ``.item()``. ``count`` and ``mean_loss``, of shape (), are of all ranks and
-    micro-batches. ``mean_loss`` is NaN if a rank with items gave no loss. ``of_ranks``,
-    of shape (ranks,), has the items of each rank.
+    The numbers are float64 tensors on the device of the gradients, and nothing waits
+    for them before you call ``.item()``. ``count`` and ``mean_loss``, of shape (), are
+    of all ranks and micro-batches. ``mean_loss`` is NaN if a rank with items gave no
+    loss. ``of_ranks``, of shape (ranks,), has the items of each rank.
 
     Raises:
         UnavailableError: No synchronised backward has averaged over items yet, or the

@@ -68,10 +68,11 @@ class _LimitedJoin(Join):
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """Run the block in a `_LimitedJoin` with these options.
 
-    After the block ``Join`` lets this rank shadow the others until all have run out.
-    With ``enable``, any exception marks the group as failed, so that `reset` replaces
-    it: other ranks may be inside a collective. An exception while this rank shadows the
-    others becomes a CollectiveError, unless ``throw_on_early_termination``.
+    After the block ``Join`` lets this rank shadow the others until all have run out. If
+    ``enable`` is true, any exception marks the group as failed, so that `reset`
+    replaces it, because other ranks may be inside a collective. An exception while this
+    rank shadows the others becomes a CollectiveError, unless
+    ``throw_on_early_termination``.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
@@ -111,7 +112,7 @@ def announce(ddp: DataParallel, **does: bool) -> int:
         The rank whose module buffers are to be broadcast.
 
     Raises:
-        CollectiveError: see `_agree`.
+        CollectiveError: Only some of the ranks with inputs will reduce.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
@@ -154,8 +155,8 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 class Shadow(JoinHook):
     """What ``Join`` calls on a rank that has run out of inputs, so the others go on.
 
-    `DataParallel.join_hook` makes one on each rank when ``join()`` begins. A comparison
-    of replicas that is under way is dropped. Unless ``is_counted``, the collectives of
+    `DataParallel.join_hook` makes one on each rank when ``join()`` begins. This drops a
+    comparison of replicas that is under way. Unless ``is_counted``, the collectives of
     ``Join`` are counted here, so that all ranks have started equally many.
 
     Raises:

@@ -82,10 +82,15 @@ def build(
 def explain_other_names(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> str:
-    """Say why a wrapper finds none of its names in a checkpoint, or "".
+    """Say why a wrapper finds none of its names in a checkpoint, or "" if unknown.
 
-    It is known if the names are those of the module without "module.", or with
-    something more in front. ``prefix`` is the wrapper's own place in ``state_dict``.
+    The reason is known if the names are those of the module without "module.", or with
+    something more in front.
+
+    Args:
+        module: The wrapped module.
+        state_dict: The checkpoint.
+        prefix: The wrapper's own place in it.
     """
     own = f"{prefix}module."
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]

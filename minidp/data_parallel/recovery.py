@@ -29,7 +29,12 @@ _SCHEDULERS = "learning rate schedulers"
 
 
 def check_root(copy_from: int | None, size: int) -> None:
-    """Raise a TypeError or ValueError if this is neither None nor a rank."""
+    """Check the argument of ``reset()``.
+
+    Raises:
+        TypeError: It is neither None nor an int.
+        ValueError: It is no rank of a group of this size.
+    """
     if copy_from is None:
         return
     if isinstance(copy_from, bool) or not isinstance(copy_from, int):
@@ -45,12 +50,12 @@ def check_root(copy_from: int | None, size: int) -> None:
 
 
 def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
-    """Give all ranks the state of rank ``copy_from``; if it is None, compare only.
+    """Give all ranks the state of rank ``copy_from``, or with None only compare them.
 
     All ranks must call it together. A warning says if the replicas differ without a
-    known reason, and what cannot be copied. The schedule of comparisons begins anew.
-    Without a store ranks do not wait for each other in `reset`; then this does nothing
-    unless there is something to copy.
+    known reason, and what cannot be copied. The schedule of comparisons begins anew. If
+    the ranks share no store, they do not wait for each other in `reset`. Then this does
+    nothing unless there is something to copy.
 
     Raises:
         ReplicaMismatchError: The ranks pass different ``copy_from``. All raise it.
@@ -90,7 +95,7 @@ def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
 def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
     """Return whether all that differs is rounding, as an earlier comparison has found.
 
-    It may communicate, so that all ranks must call it together.
+    All ranks must call it together, because it may communicate.
     """
     check, reducer = ddp._replication.check, ddp._reducer
     if check is None or len(found.texts) != 1 or not found.parameters:

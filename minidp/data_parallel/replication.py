@@ -30,9 +30,9 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast one wrapper's parameters and buffers; decide when to compare replicas.
+    """Broadcast parameters and buffers of one wrapper, and compare its replicas.
 
-    The constructor communicates nothing, it only collects the module buffers.
+    The constructor communicates nothing. It only collects the module buffers.
 
     Args:
         reducer: The reducer of the wrapper.
@@ -67,7 +67,7 @@ class Replication:
         self.buffers = {name: value for name, value in named if name not in ignored}
 
     def others(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the frozen parameters by name: neither averaged nor to be ignored."""
+        """Return by name the parameters that are neither averaged nor ignored."""
         known = {*self._reducer.names, *self.ignored}
         return {n: p for n, p in module.named_parameters() if n not in known}
 
@@ -203,7 +203,7 @@ class Replication:
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
-        """Never compare the replicas again, and forget any difference that was seen."""
+        """Stop comparing the replicas, and forget any difference that was seen."""
         if self.check is not None:
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
@@ -211,8 +211,9 @@ class Replication:
     def add_stepper(self, stepper: Observer) -> None:
         """Register an observer that steps optimizers inside the backward.
 
-        Replicas that differ are then reported at the end of that backward: no call of
-        ``optimizer.step()`` could. Some buckets may have stepped by then.
+        Replicas that differ are then reported at the end of that backward, because
+        there is no call of ``optimizer.step()`` that could do it. Some buckets may have
+        stepped by then.
         """
         self._reducer.queue.observers.append(stepper)
         if self.check is not None:
@@ -226,9 +227,9 @@ class Replication:
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
         """Take a checksum of this replica if a comparison is due.
 
-        The end of the next backward compares it. It is of all parameters but those on
-        the ignore list, and ``with_buffers`` of the module buffers, too; "auto" leaves
-        out some of them (`ReplicaCheck.begin`).
+        The end of the next backward compares it. The checksum is of all parameters
+        except those on the ignore list, and if ``with_buffers`` also of the module
+        buffers. With "auto" some of these are left out (`ReplicaCheck.begin`).
         """
         if self.check is None:
             return
@@ -258,8 +259,8 @@ class Replication:
     def _common_key(self, why: str) -> str:
         """Return a new store key for this wrapper, or "" without a store.
 
-        It is equal on ranks that have asked for it equally often, for this reason, for
-        wrappers of these parameters on the group.
+        Two ranks get the same key if they have asked equally often, for this reason and
+        for wrappers of these parameters on the group.
         """
         group = self._reducer.communicator.group
         if not has_store(group):

@@ -41,7 +41,7 @@ class _Report(NamedTuple):
 def agree_and_recover(
     reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
 ) -> ProcessGroup:
-    """Reset the reducer and its bucket layout; return its process group from now on.
+    """Reset a reducer and its bucket layout, and return its group from now on.
 
     All ranks of the group must call it together. Ranks that share no store keep the old
     group, and do not wait for each other.
@@ -99,7 +99,7 @@ def _is_unusable(reports: list[_Report]) -> bool:
 def _exchange(
     reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
 ) -> list[_Report]:
-    """Publish this rank's progress, wait for that of all ranks; return all of them.
+    """Publish this rank's progress, wait for that of all ranks, and return it all.
 
     Raises:
         CollectiveError: A rank is late, or the store is gone.

@@ -68,8 +68,8 @@ class StepInBackward(Observer):
     def finished(self) -> None:
         """Step on those parameters of the optimizer that are in no bucket.
 
-        With ``clip_grad_norm`` it clips, and steps on all of them. An error in the step
-        becomes a MiniDPError (`Guard.allow`).
+        If gradients are clipped, none has stepped yet. So this clips them, and steps on
+        all parameters. An error in the step becomes a MiniDPError (`Guard.allow`).
         """
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):

@@ -32,7 +32,8 @@ def shadow_backward(reducer: Reducer) -> None:
 
     It must be called while the others run one synchronised backward. ``.grad`` gets
     their averages, for optimizers that join, too. The comm hook and observers are
-    called as in a backward. This rank says 0 items, and keeps its own counts for later.
+    called as in a backward. This rank counts as one with 0 items, and keeps its own
+    counts for later.
     If this raises, the reducer is FAILED until `reset`.
     """
     queue, expected = reducer.queue, reducer.expected
@@ -53,8 +54,12 @@ def shadow_backward(reducer: Reducer) -> None:
 def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
     """Let an error in the block mark the reducer as failed, and tell the other ranks.
 
-    The error passes on. With ``only_with_group`` the reducer is marked only if a
-    collective failed, because only that makes the group unusable.
+    The error passes on.
+
+    Args:
+        reducer: The reducer.
+        only_with_group: Whether to mark it only if a collective has failed. Any other
+            error leaves the group usable.
     """
     try:
         yield

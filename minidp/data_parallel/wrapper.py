@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
     class OfModule(Generic[M_co]):
-        """Make a class generic in ``M_co``, its module's type; for type checkers."""
+        """Make a class generic in ``M_co``, its module's type, for type checkers."""
 else:
 
     class OfModule:
-        """Allow ``X[Net]`` at run time; a subclass may also have the base `Generic`."""
+        """Allow ``X[Net]`` at run time, also in subclasses with the base `Generic`."""
 
         __class_getitem__ = classmethod(types.GenericAlias)
 
@@ -276,8 +276,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Do what precedes a forward, and return its inputs, moved to `device_ids`.
 
-        In grad mode that checks the last backward and may rebuild the buckets. Module
-        buffers are broadcast in any mode.
+        In grad mode this checks the last backward, and may rebuild the buckets. Module
+        buffers are broadcast in any mode, if they are due.
         """
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
@@ -326,7 +326,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Do what follows a forward, for its backward to reduce; return its output."""
+        """Prepare the backward of a forward that has ended, and return its output."""
         if self._replication.late_buffer_hook and self.will_sync_module_buffers():
             self._replication.call_late_buffer_hook(self.module)
         with_grad = torch.is_grad_enabled()
@@ -482,7 +482,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         settle_after_reset(self, copy_from)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Let a recorder note the events of every backward; None stops it.
+        """Let a recorder note the events of every backward, or stop that with None.
 
         `minidp.record` is the tool for people. This is for code that wants each event
         of each gradient, as a `minidp.Moment` with its time.
