@@ -62,7 +62,11 @@ Number = float | Tensor
 
 
 class Attachment:
-    """Average one model's gradients, from construction to `detach` or a block's end."""
+    """The handle of an attached model, whose gradients are averaged until `detach`.
+
+    As a context manager it detaches the model at the end of the block. What belongs to
+    `DataParallel` raises an UnavailableError after that.
+    """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         if isinstance(model, nn.Module):  # if not, DataParallel says so, on all ranks
@@ -101,29 +105,32 @@ class Attachment:
         return self._detour.depth.deeper()
 
     def sync_gradients(self) -> None:
-        """Average what ``.grad`` hold now; all ranks must call this together."""
+        """Average what ``.grad`` holds now, for all parameters and on all ranks.
+
+        All ranks must call this together, as `DataParallel.sync_gradients` says.
+        """
         self.data_parallel.sync_gradients()
 
     def count_items(self, n: Number, loss: Number | None = None) -> None:
-        """Add ``n`` items to this step; see `DataParallel.count_items`."""
+        """Add ``n`` items to this step, as `DataParallel.count_items` does."""
         self.data_parallel.count_items(n, loss)
 
     def weigh_loss(self, loss: Tensor, n: Number) -> Tensor:
-        """Count ``n`` items of a mean ``loss``; see `DataParallel.weigh_loss`."""
+        """Count ``n`` items of a mean ``loss``, as `DataParallel.weigh_loss` does."""
         return self.data_parallel.weigh_loss(loss, n)
 
     @property
     def item_totals(self) -> ItemTotals:
-        """Items and losses of the last step; see `DataParallel.item_totals`."""
+        """Items and losses of the last step, as `DataParallel.item_totals` has them."""
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
 
     def reset(self, *, copy_from: int | None = None) -> None:
-        """Recover from a failed backward, on all ranks; see `DataParallel.reset`."""
+        """Recover from a failed backward on all ranks, as `DataParallel.reset` does."""
         self.data_parallel.reset(copy_from=copy_from)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook`` reduce the buckets; see `DataParallel.register_comm_hook`."""
+        """Let a hook reduce the buckets, as `DataParallel.register_comm_hook` does."""
         self.data_parallel.register_comm_hook(state, hook)
 
     def detach(self) -> None:
@@ -155,7 +162,7 @@ class Attachment:
 
 
 class _Depth(threading.local):
-    """Count, for each thread, open blocks in which calls skip the wrapper."""
+    """How many blocks in which calls skip the wrapper are open, for each thread."""
 
     now = 0  # how many are open in this thread
 
@@ -203,7 +210,7 @@ class Detour:
 
 
 def attached_to(model: nn.Module) -> DataParallel | None:
-    """Return the hidden wrapper of an attached model; None if it is not attached."""
+    """Return the hidden wrapper of a model, or None if the model is not attached."""
     detour = vars(model).get(DETOUR)
     return detour.through if isinstance(detour, Detour) else None
 

@@ -37,12 +37,12 @@ OURS = (
 
 
 def say(text: str) -> None:
-    """Print a line to standard output and flush; do nothing if its pipe is closed."""
+    """Print a line to standard output and flush, unless its pipe is closed."""
     _write(sys.stdout, text)
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line to standard error and flush; do nothing if its pipe is closed."""
+    """Print a line to standard error and flush, unless its pipe is closed."""
     _write(sys.stderr, text)
 
 
@@ -54,7 +54,7 @@ def say_progress(text: str) -> None:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Print a line and flush; if there is no stream, or a closed pipe, do nothing."""
+    """Print a line and flush, unless there is no stream or its pipe is closed."""
     if stream is None:  # print() would write to standard output
         return
     try:
@@ -67,11 +67,11 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def fold(text: str, stream: TextIO) -> str:
-    """Break the lines of a text at the width of a terminal; for a file, leave them.
+    """Break the lines of a text at the width of a terminal.
 
-    A table stays one: a line is continued below its last column, where columns are two
-    spaces apart. If there is no column, or too little room behind it, the continuation
-    is indented by four spaces.
+    If the stream is no terminal, the text stays as it is. A table stays one: a line is
+    continued below its last column, where columns are two spaces apart. If there is no
+    column, or too little room behind it, the continuation is indented by four spaces.
     """
     width = width_of(stream)
     if width is None:
@@ -89,9 +89,10 @@ def fold(text: str, stream: TextIO) -> str:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the width of a terminal in characters; None if it is none, or unknown.
+    """Return the width of a terminal in characters.
 
-    The environment variable COLUMNS comes first.
+    It is None if the stream is no terminal, or if the width is unknown. The environment
+    variable COLUMNS comes first.
     """
     told = os.environ.get("COLUMNS", "")
     try:
@@ -114,7 +115,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Return the options and an empty list; exit if a word is unknown."""
+        """Return the options and an empty list, or exit if a word is unknown."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [
@@ -197,7 +198,7 @@ def parse(
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's line; see `user_frame`."""
+    """Issue a warning that points at the user's line, which `user_frame` finds."""
     frame = user_frame(sys._getframe(1))
     names = frame.f_globals
     warnings.warn_explicit(
@@ -250,7 +251,10 @@ _is_trimming = False  # whether this process does so already
 
 
 def _of_user(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a copy without our frames, torch's and runpy's; itself if none is left."""
+    """Return a copy of a traceback without our frames, torch's and runpy's.
+
+    If none is left, it is the traceback itself.
+    """
     shown = None
     for each in reversed([*_each(traceback)]):
         file = each.tb_frame.f_code.co_filename

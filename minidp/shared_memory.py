@@ -90,9 +90,7 @@ class ProcessEnds:
 
 
 class SharedBuffer:
-    """The buffer of one bucket in shared memory, and the sum of it over the ranks.
-
-    `share` makes it.
+    """The buffer of one bucket in shared memory, which the ranks sum. `share` makes it.
 
     Args:
         memory: The extension's ``SharedMemory``, connected to all ranks.
@@ -111,7 +109,7 @@ class SharedBuffer:
         self._address = self.values.data_ptr()
 
     def all_reduce(self) -> SharedWork:
-        """Let all ranks sum `values`, in place, from now on; return the work.
+        """Let all ranks sum `values` in place from now on, and return the work.
 
         All ranks must call it. It does not wait, and no thread sums: once all ranks
         have called it, they sum whenever they wait for their works, or ask them whether
@@ -130,7 +128,7 @@ class SharedBuffer:
         return SharedWork(self, profiled)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Help to sum, and wait at most so long; return whether the sum is complete.
+        """Help to sum for at most so long, and return whether the sum is complete.
 
         With 0 seconds it only sums what can be summed now. Otherwise what this call
         sums goes to `into`, if that is set, in place of this rank's `values`.
@@ -181,7 +179,7 @@ class SharedWork:
         return self.is_done_within(0.0)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Help to sum, and wait at most so long; return whether the bucket is reduced.
+        """Help to sum for at most so long, and return whether the bucket is reduced.
 
         Raises:
             RuntimeError: The process of a missing rank has ended, and ``seconds`` is
@@ -225,10 +223,10 @@ def share(
     communicator: Communicator,
     device: torch.device,
 ) -> list[SharedBuffer] | str:
-    """Create a shared buffer for each shape; if a rank cannot, return the reason.
+    """Create a shared buffer for each shape, or return why some rank cannot.
 
-    All ranks of the group must call it together, and wait for each other. Only where
-    the group is of one rank or not plain Gloo, or the gradients are not on the CPU, the
+    All ranks of the group must call it together, and wait for each other. But if the
+    group has one rank or is not plain Gloo, or if the gradients are not on the CPU, the
     reason comes at once.
 
     Args:
