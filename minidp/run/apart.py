@@ -29,14 +29,15 @@ LEAVE_SECONDS = 60.0  # how long the copy is kept for ranks that have not ended
 
 
 class NoCopyError(Exception):
-    """The working directory was not copied; the text says why, and what to do."""
+    """The working directory was not copied. The text says why, and what to do."""
 
 
 @contextmanager
 def apart(script: Script, *, is_wished: bool | None) -> Iterator[Script]:
-    """In the block, work in a copy of the working directory; yield the script in it.
+    """Work in a copy of the working directory inside the block.
 
-    The ranks that torchrun starts on one host share a copy.
+    The block gets the script in the copy. The ranks that torchrun starts on one host
+    share a copy.
 
     Args:
         script: The script in the working directory.

@@ -39,7 +39,7 @@ START = Path(__file__).with_name("at_start")
 def reached_children(
     command: str = "run", *, swaps: bool, is_compared: bool = False
 ) -> Iterator[None]:
-    """In the block, let Python processes that are started call `join`.
+    """Let Python processes that are started inside the block call `join`.
 
     They do so once they have imported torch. For this PYTHONPATH and `RUN` are set in
     ``os.environ``.
@@ -83,7 +83,7 @@ def seed(rank: int) -> None:
 
 
 def never_take_down(ddp: Any) -> None:
-    """Never destroy the reducer, logger and group of a torch DDP.
+    """Keep the reducer, logger and group of a torch DDP alive for good.
 
     Their destructors may deadlock when the process ends. The hooks of the reducer still
     go when ``ddp`` does.
@@ -98,6 +98,9 @@ def never_take_down(ddp: Any) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when its parent ends; no-op on other OSs."""
+    """Ask Linux to SIGKILL this process when its parent ends.
+
+    On other systems this does nothing.
+    """
     processes: Any = torch.multiprocessing
     processes._prctl_pr_set_pdeathsig(signal.SIGKILL)

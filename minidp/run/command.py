@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``-m``, SCRIPT and ARGS to a parser; ``what`` is the help text of SCRIPT."""
+    """Add ``-m``, SCRIPT and ARGS to a parser, with ``what`` as the help on SCRIPT."""
     parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
         "-m",
@@ -145,7 +145,7 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run or compare the script, here or on ``-n`` ranks; return the exit status.
+    """Run or compare the script, here or on ``-n`` ranks, and return the exit status.
 
     The status is 2 if the script or an option cannot be used. An error of a script that
     runs in this process passes through.
@@ -177,9 +177,10 @@ def main(options: Namespace) -> int:
 
 
 def _problem(script: Script, options: Namespace) -> str:
-    """Return why the script or the options cannot be used; "" if nothing is wrong.
+    """Return why the script or the options cannot be used, or "" if they can.
 
-    To find a module, Python imports the packages around it. What they raise passes.
+    To find a module, Python imports the packages around it. What they raise passes
+    through.
     """
     # These packages may import torch's class, so it is swapped already here.
     with nullcontext() if options.phase == "torch" else swapped():
@@ -258,7 +259,7 @@ class WrappedModels:
         self._pid = os.getpid()
 
     def add(self, ddp: DataParallel) -> None:
-        """Take a model that the script has just wrapped; ignore those of a fork."""
+        """Take a model that the script has just wrapped, but none of a forked child."""
         if os.getpid() != self._pid:
             return
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
@@ -345,15 +346,15 @@ class WrappedModels:
 
 
 def _store(topic: str) -> Any:
-    """Return torchrun's store for a topic; None for one rank, or without torchrun."""
+    """Return torchrun's store for a topic, or None for one rank or without torchrun."""
     return launcher_store(topic) if from_environment("WORLD_SIZE", 1) > 1 else None
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Return the timelines of all ranks, by model, on rank 0; [] on other ranks.
+    """Return the timelines of all ranks, by model, on rank 0, and [] on other ranks.
 
     The other ranks only post theirs. Rank 0 waits for them for 60 s at most. It leaves
-    out those that sent nothing, and says so.
+    out ranks that sent nothing, and says so.
     """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = _store("report")

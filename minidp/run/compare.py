@@ -47,7 +47,7 @@ EXIT_SECONDS = 60.0  # how long a run on torch may take to exit, with its outcom
 
 
 class _CannotCompareError(Exception):
-    """The runs cannot be compared although the script did not fail; it says why."""
+    """The runs cannot be compared although the script did not fail. It says why."""
 
 
 def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -84,7 +84,7 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
 
 
 class _Comparison(NamedTuple):
-    """The settings of a comparison; `run` runs the script twice."""
+    """The settings of a comparison, whose method `run` runs the script twice."""
 
     options: argparse.Namespace
     made: Path  # a folder for the copy and the outcomes
@@ -134,10 +134,11 @@ class _Comparison(NamedTuple):
         return int(is_idle or not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
-        """Run all ranks; return their outcomes, or the exit status if the run failed.
+        """Run all ranks, and return their outcomes, or the status of a failed run.
 
-        It raises _CannotCompareError if a rank made no progress within the limit, or if
-        outcomes are missing although the run succeeded.
+        Raises:
+            _CannotCompareError: A rank made no progress within the limit, or outcomes
+                are missing although the run succeeded.
         """
         limit = self.options.limit
         outcome = self.made / library
@@ -178,7 +179,11 @@ class _Comparison(NamedTuple):
 
 
 def _check_torchs(outcomes: Sequence[Outcome]) -> None:
-    """Raise _CannotCompareError if the run on torch did not use torch's DDP."""
+    """Check that the run on torch has used torch's DDP.
+
+    Raises:
+        _CannotCompareError: The script wraps its models in minidp's class itself.
+    """
     for rank, outcome in enumerate(outcomes):
         if outcome.num_ours and not outcome.num_models:
             raise _CannotCompareError(
@@ -278,12 +283,12 @@ class OutcomeRecorder:
         self._watch(limit)
 
     def _watch(self, seconds: float) -> None:
-        """Start the timer anew; at its end it writes stacks and ends the process."""
+        """Start the timer anew, which at its end writes stacks and ends the process."""
         self._watched_at = time.perf_counter()
         faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
 
     def wrapped(self, ddp: Any) -> None:
-        """Keep a new wrapper's module for `outcome`; it counts as progress, too."""
+        """Keep a new wrapper's module for `outcome`, and count this as progress."""
         self._modules.append(ddp.module)
         self._models.append(describe(ddp))
         if (reducer := getattr(ddp, "_reducer", None)) is not None:
@@ -292,7 +297,7 @@ class OutcomeRecorder:
         self._watch(self._limit)
 
     def wrapped_ours(self, ddp: Any) -> None:
-        """Count a wrapper of minidp in a run on torch; its forwards are progress."""
+        """Count a wrapper of minidp in a run on torch, and its forwards as progress."""
         self._num_ours += 1
         ddp.register_forward_pre_hook(_Progress(self._progressed))
         self._watch(self._limit)
@@ -458,7 +463,7 @@ def _compare_weights(torchs: Outcome, ours: Outcome) -> str:
 
 
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """Return the largest absolute difference; None if all bits are equal.
+    """Return the largest absolute difference, or None if all bits are equal.
 
     It is infinite if the shapes differ, or if only one of two values is NaN.
     """

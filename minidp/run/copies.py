@@ -20,13 +20,17 @@ MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # a larger folder is copied only wit
 
 
 def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, str]:
-    """Copy a folder; return the copy and "", or the folder itself and why not.
+    """Copy a folder, unless it is too large or that is not wished.
 
     Args:
         here: The folder to copy.
         to: The copy, which must not exist yet.
         is_wished: True to copy a folder of any size, False to copy none, None to copy
             one that is not too large.
+
+    Returns:
+        The path of the copy and "", or that of the folder itself and why it was not
+        copied.
     """
     why_not = "" if is_wished is not False else "--no-copy"
     if is_wished is None and (why_not := too_large(here)):
@@ -51,7 +55,7 @@ def moved_environment(here: Path, to: Path) -> dict[str, str]:
 
 
 def too_large(folder: Path) -> str:
-    """Return why a folder is too large to be copied without being asked; "" if not."""
+    """Return why a folder is too large to be copied unasked, or "" if it is not."""
     num_bytes = 0
     for num_files, path in enumerate(_entries(folder), 1):
         with suppress(OSError):  # the file may have been removed meanwhile

@@ -52,11 +52,11 @@ def _at_least_one(text: str) -> int:
 
 
 def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
-    """Return why ``minidp run`` or ``tune`` cannot start a script; "" if it can.
+    """Return why ``minidp run`` or ``tune`` cannot start a script, or "" if it can.
 
     Args:
         script: The script, which is looked for as in `Script.problem`.
-        num_ranks: What -n was; None without it.
+        num_ranks: The value of -n, or None without it.
         files: The files to be written, by the option that names them. They are not
             opened here.
     """
@@ -128,11 +128,11 @@ def how_to_start(command: str, script: Script) -> str:
 
 
 def run_here(command: str, script: Script) -> int:
-    """Run the script in this process, and return its exit status; its errors pass.
+    """Run the script in this process, and return its exit status.
 
-    Two errors do not pass as they are, because a sentence says more than their
-    traceback: Ctrl-C, and the lack of a variable that a launcher sets, such as RANK.
-    They are told, and become a SystemExit.
+    The errors of the script pass through, except for two of which a sentence says more
+    than a traceback: Ctrl-C, and the lack of a variable that a launcher sets, such as
+    RANK. They are told, and become a SystemExit.
     """
     try:
         return script.run()

@@ -58,10 +58,10 @@ class Script:
         return replace(self.seen_from(folder), arguments=arguments)
 
     def problem(self) -> str:
-        """Return why there is no such script; "" if there is one.
+        """Return why there is no such script, or "" if there is one.
 
-        To find a module, Python imports the packages around it. What they raise passes,
-        also the ModuleNotFoundError of something that they import.
+        To find a module, Python imports the packages around it. What they raise passes
+        through, also the ModuleNotFoundError of something that they import.
         """
         if not self.is_module:
             found = Path(self.target).exists()
@@ -78,10 +78,11 @@ class Script:
         return "" if spec else f"there is no module {self.target} to run"
 
     def run(self) -> int:
-        """Run the script here, and return its exit status; its errors pass through.
+        """Run the script in this process, and return its exit status.
 
-        A SystemExit does not pass. As Python does, its code becomes the status, and a
-        text in the place of a code is printed, with status 1.
+        Its errors pass through, except for a SystemExit. As in Python, the code of that
+        becomes the status; a text in the place of the code is printed, and the status
+        is 1.
         """
         with self._as_started(), _warnings_at_the_script():
             try:
@@ -102,7 +103,7 @@ class Script:
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
-        """In the block, set ``sys.argv`` and ``sys.path[0]`` as Python would."""
+        """Set ``sys.argv`` and ``sys.path[0]`` inside the block as Python would."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
         if not getattr(sys.flags, "safe_path", False) or self._is_importable():
@@ -131,7 +132,7 @@ def _absolute(path: str) -> str:
 
 @contextmanager
 def _main_module(target: str) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-    """In the block, let ``__main__`` be the script; yield its code and its globals.
+    """Let ``__main__`` be the script in the block, which gets its code and globals.
 
     ``runpy.run_path`` is not the same: it makes ``sys.argv[0]`` equal to ``__file__``,
     whereas Python makes only the latter absolute.
@@ -232,7 +233,7 @@ _UNCOUNTED = "<frozen importlib._bootstrap> of minidp"
 
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
-    """In the block, call ``told(model)`` whenever a model of class ``kind`` is made.
+    """Call ``told(model)`` for each model of class ``kind`` that the block makes.
 
     ``kind.__init__`` is replaced, so that subclasses count, too.
     """

@@ -50,7 +50,10 @@ def _call_after(loader: Any, name: str) -> None:
 
 
 def _imported(name: str) -> None:
-    """After torch, import minidp; after minidp, join the run. Errors are printed."""
+    """Import minidp if torch was imported, or join the run if minidp was.
+
+    Errors are printed, because this must not disturb the program that imports them.
+    """
     try:
         if name == "minidp":
             importlib.import_module("minidp.run.children").join()
@@ -65,7 +68,7 @@ def _imported(name: str) -> None:
 
 
 def run_hidden() -> None:
-    """Import the user's own ``sitecustomize``, if there is one: this file hides it.
+    """Import the user's own ``sitecustomize``, if there is one, which this file hides.
 
     What the user's file raises passes through.
     """
