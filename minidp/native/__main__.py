@@ -72,7 +72,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Run ``build`` and return the exit status; a MiniDPError says why it failed."""
+    """Run ``build``, and return the exit status.
+
+    Raises:
+        MiniDPError: It failed, and ``--optional`` was not given.
+    """
     if options.optional and (
         read_mode() == "0" or (not options.force and attempt("auto")[0])
     ):

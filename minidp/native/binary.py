@@ -6,11 +6,11 @@ by mistake; a lock that the system releases if its holder dies; and a binary tha
 processes see whole or not at all, however the build ends::
 
     ~/.cache/minidp/
-        lock                        the process that builds holds it building-k3j2x/
-        only that process uses it; it stays if that is killed 4f1c.../inputs.json
-        what the binary was built from, and its hash 4f1c.../_minidp_native.so   the
-        binary 4f1c....log                 what the compilers of a failed build have
-        said
+        lock                        the process that builds holds it
+        building-k3j2x/             only that process uses it; it stays after a kill
+        4f1c.../inputs.json         what the binary was built from, and its hash
+        4f1c.../_minidp_native.so   the binary
+        4f1c....log                 what the compilers of a failed build have said
 """
 
 from __future__ import annotations
@@ -268,10 +268,13 @@ def _build(wanted: Inputs, say: Say, *, verbose: bool) -> Binary:
 def _compile(
     wanted: Inputs, folder: Path, say: Say, *, verbose: bool
 ) -> tuple[Path, list[str]]:
-    """Compile and link in an empty folder; return the binary, and what it lacks.
+    """Compile and link in an empty folder, and return the binary and what it lacks.
 
     The files of ``cuda/`` are optional. They need a CUDA toolkit, which many machines
     with a torch for CUDA do not have, and everything else works without them.
+
+    Raises:
+        NativeError: There is no compiler or no ninja, or the compilers failed.
     """
     sources = [p for p in source_files(source_folder()) if p.suffix in (".cpp", ".cu")]
     plain = [path for path in sources if path.parent == source_folder()]
@@ -331,7 +334,11 @@ def _path_with_ninja() -> str:
 
 
 def cuda_toolkit() -> str:
-    """Return the folder of a CUDA toolkit that fits torch; NativeError without one."""
+    """Return the folder of a CUDA toolkit that fits torch.
+
+    Raises:
+        NativeError: There is none.
+    """
     # Torch guesses the toolkit's folder from that of nvcc, which is wrong if nvcc is a
     # script. So there is one more guess.
     guesses = [os.environ.get("CUDA_HOME"), _cpp_extension().CUDA_HOME]
@@ -356,7 +363,11 @@ def _cpp_extension() -> Any:
 
 
 def _load(sources: list[Path], folder: Path, *, verbose: bool, home: str = "") -> Path:
-    """Let torch and ninja build in ``folder``; a NativeError holds what they said."""
+    """Let torch and ninja build in ``folder``, and return the path of the binary.
+
+    Raises:
+        NativeError: The build failed. The text is what they said.
+    """
     torch_build = _cpp_extension()
     folder.mkdir()
     before = torch_build.CUDA_HOME, os.environ.get("PATH", "")

@@ -91,9 +91,10 @@ def library() -> ModuleType | None:
 
 
 def status() -> NativeStatus:
-    """Load the extension if that was not tried yet; say whether it is loaded, and why.
+    """Try to load the extension if nobody has, and say whether it is loaded, and why.
 
-    As `library` it may build. But an error of that is only told, as the reason.
+    As `library` does, this decides for the process, and may build the extension. But if
+    that fails, nothing is raised, and the error is the reason that is told.
 
     Raises:
         ValueError: MINIDP_NATIVE is none of auto, build, 0 and 1.
@@ -102,9 +103,9 @@ def status() -> NativeStatus:
 
 
 def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -> Path:
-    """Build the native kernels unless the cache has them; return the binary's path.
+    """Build the native kernels unless the cache has them.
 
-    They are not loaded.
+    They are not loaded. The result is the path of the binary.
 
     Args:
         force: Whether to build also if the cache has an intact binary.
@@ -134,7 +135,11 @@ def _decide() -> tuple[ModuleType | None, NativeStatus]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE; ValueError if it is none of auto, build, 0 and 1."""
+    """Return the value of MINIDP_NATIVE, or "auto" if it is not set.
+
+    Raises:
+        ValueError: It is none of auto, build, 0 and 1.
+    """
     mode = os.environ.get("MINIDP_NATIVE") or "auto"
     if mode not in ("auto", "build", "0", "1"):
         raise ValueError(
@@ -144,10 +149,10 @@ def read_mode() -> str:
 
 
 def attempt(mode: str) -> tuple[ModuleType | None, NativeStatus]:
-    """Try to load the extension; return it, or None, and the status.
+    """Try to load the extension, and return it, or None, and the status.
 
-    It never raises: an error becomes the ``reason`` of the status. In the modes "1" and
-    "build" it builds a binary if none fits.
+    No error is raised. It becomes the ``reason`` of the status. In the modes "1" and
+    "build" this builds a binary if none fits.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
@@ -187,7 +192,11 @@ def _notable() -> int:
 
 
 def load(path: Path) -> ModuleType:
-    """Load a binary as the extension module; NativeError if that fails."""
+    """Load a binary as the extension module.
+
+    Raises:
+        NativeError: It does not load.
+    """
     loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(path))
     spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)
     assert spec is not None  # a loader was given
