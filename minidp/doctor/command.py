@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def interrupt_once(*_: object) -> NoReturn:
-    """Handle SIGINT: raise KeyboardInterrupt, and ignore any further Ctrl-C."""
+    """Raise KeyboardInterrupt for a SIGINT, and ignore any further Ctrl-C."""
     # Torchrun passes Ctrl-C on to ranks that have got it already, and the second one
     # would end the report. SIG_IGN does not help: if a second one has come by now,
     # Python prints a traceback for it.
@@ -129,7 +129,9 @@ class Examination:
         self._is_over = False  # whether this rank communicates no more
 
     def run(self) -> Report | None:
-        """Run all checks; return the report on the lowest rank that came, else None.
+        """Run all checks, and return the report on the lowest rank that came.
+
+        On the other ranks the result is None.
 
         If the ranks cannot meet, each of them gets a report of its own.
         """
@@ -159,7 +161,7 @@ class Examination:
         return self._report()
 
     def _alone(self) -> bool:
-        """Run the checks of this machine; return whether the store's port can be used.
+        """Run the checks of this machine, and return whether the store's port works.
 
         If the variables of the launch are right, `_launch` is set.
         """
@@ -327,7 +329,7 @@ def _import(name: str) -> list[Finding]:
 
 
 def _open_gloo() -> Finding:
-    """Check that Gloo works here, by an all-reduce of one rank; it raises if not."""
+    """Check that Gloo works here by an all-reduce of one rank, and raise if not."""
     store, timeout = _stores.HashStore(), timedelta(seconds=5)
     group: Any = _stores.ProcessGroupGloo(store, 0, 1, timeout)
     group.allreduce([torch.ones(1)]).wait()

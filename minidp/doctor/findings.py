@@ -70,7 +70,10 @@ def named(check: str, found: Found) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of all ranks, in the order of the checks; `str` gives the table."""
+    """The findings of all ranks, in the order of the checks.
+
+    ``str(report)`` is the table.
+    """
 
     title: str
     findings: tuple[Finding, ...]
@@ -93,7 +96,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if something failed, else 0; warnings do not count."""
+        """The exit status: 1 if a check failed, else 0. Warnings do not count."""
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:

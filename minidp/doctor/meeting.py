@@ -25,7 +25,11 @@ class Meeting:
     seconds: float  # how long `gather` waits at most
 
     def post(self, topic: str, value: Any) -> None:
-        """Write this rank's value for a topic; RuntimeError if the store fails."""
+        """Write this rank's value for a topic.
+
+        Raises:
+            RuntimeError: The store fails.
+        """
         post_json(self.store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:

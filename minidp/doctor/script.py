@@ -164,7 +164,7 @@ def _group_of(model: nn.Module, group: Any) -> Any:
 
 @dataclass
 class _Ranks:
-    """The ranks that one call from a script compares; `conclude` runs the checks."""
+    """The ranks that one call from a script compares, by its method `conclude`."""
 
     subject: str
     group: Any  # None if this process is alone
@@ -181,7 +181,7 @@ class _Ranks:
         facts: Mapping[str, Any],
         compared: Mapping[str, Callable[[Mapping[int, Any]], Found]],
     ) -> Report:
-        """Run all checks, and return the findings of all ranks; rank 0 prints them.
+        """Run all checks, and return the findings of all ranks, which rank 0 prints.
 
         The ranks meet twice: to exchange their facts, then their findings. An error of
         a check or of the store becomes a finding.

@@ -27,7 +27,7 @@ class Late(Exception):
 
 
 def run_within(seconds: float, function: Callable[[], Result]) -> Result:
-    """Call a function in a daemon thread; return its result or raise its error.
+    """Call a function in a daemon thread, and return its result or raise its error.
 
     Raises:
         Late: It did not end within ``seconds``. Its thread stays behind.
@@ -58,10 +58,10 @@ class Runner:
         self.current = "the first check"  # the name of the check that runs, or ran last
 
     def run(self, name: str, check: Check, seconds: float | None = None) -> bool:
-        """Run one check and add its findings; return False if it raised or was late.
+        """Run one check, add its findings, and return whether it came to its end.
 
-        In that case one failed finding is added, which says so. A check is late after
-        ``seconds``, or after those of this runner if they are None.
+        If it raised or was late, one failed finding is added, which says so. A check is
+        late after ``seconds``, or after those of this runner if they are None.
         """
         self.current = name
         say_progress(f"minidp doctor: {name} ...")
@@ -82,7 +82,7 @@ class Runner:
         self.findings += named(name, finding)
 
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
-        """Call an action that is no check; return [its result], or [] if it failed.
+        """Call an action that is no check, and return [its result], or [] if it failed.
 
         It fails if it raises, or does not end within ``seconds`` and some grace. No
         finding tells of it.

@@ -104,7 +104,7 @@ class TrainingLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, record training in `facts`.
+        """Record in `facts` the training that the block does.
 
         If the block raises, the checksums of the parameters at its end are missing.
         """
@@ -140,9 +140,10 @@ class TrainingLog:
 
     @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a forward that trains, note the size of the batch, and its digest.
+        """Note the size of a batch, and its digest, before a forward that trains.
 
-        The size is the number of rows of the first tensor that has dimensions.
+        The size is that of the first tensor that has dimensions: the number of its
+        rows, or of its elements if it holds integers.
         """
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
@@ -163,7 +164,7 @@ class TrainingLog:
 
     @_harmless
     def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """After a forward outside no_sync(), let its backward be noted in `_tasks`."""
+        """Let the backward of a forward outside no_sync() be noted in `_tasks`."""
         if torch.is_grad_enabled() and self._synchronises():
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
@@ -174,7 +175,7 @@ class TrainingLog:
 
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Before an optimizer step, note what has happened since the last one."""
+        """Note what has happened since the last step, before an optimizer step."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = held.intersection(map(id, self._trainable.values()))
         # At a step inside a backward, other gradients are still missing, so it does not
@@ -192,7 +193,7 @@ class TrainingLog:
 
     @_harmless
     def _note_epoch(self, values: Any, _options: Any) -> None:
-        """When the watched loader is iterated, note the epoch of its sampler."""
+        """Note the epoch of its sampler when the watched loader is iterated."""
         if values[0] is self._loader:
             epoch = getattr(self._sampler, "epoch", None)
             self.facts["epochs"].append(epoch if isinstance(epoch, int) else None)

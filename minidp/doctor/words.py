@@ -8,7 +8,7 @@ from typing import Any
 
 
 def join(items: Iterable[object], limit: int = 8) -> str:
-    """Return ``a, b and c``; beyond ``limit`` items it is ``a, b and N more``."""
+    """Return ``a, b and c``, or ``a, b and N more`` beyond ``limit`` items."""
     texts = [str(item) for item in items]
     if len(texts) > limit:
         texts = [*texts[:limit], f"{len(texts) - limit} more"]
@@ -28,7 +28,7 @@ def in_words(error: Exception) -> str:
 
 
 def differing(of_rank: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values are not all equal; a missing key counts as None."""
+    """Return the keys whose values are not all equal. A missing one counts as None."""
     first, *others = of_rank
     names = dict.fromkeys(name for each in (first, *others) for name in each)
     return [n for n in names if any(e.get(n) != first.get(n) for e in others)]

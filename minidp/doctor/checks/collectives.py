@@ -122,7 +122,7 @@ def check_clocks(
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Say whether ranks share the memory of buckets, or why not. Both are ok.
+    """Say whether ranks share the memory of buckets, or why not, and accept both.
 
     Raises:
         NativeError: They cannot, but MINIDP_SHARED_MEMORY=1 asks for it.
@@ -185,7 +185,7 @@ def _probe() -> nn.Module:
 def _gradients(
     module: nn.Module, rank: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Run one backward on a batch that depends on ``rank``; return the gradients."""
+    """Run one backward on a batch that depends on ``rank``, and return gradients."""
     generator = torch.Generator().manual_seed(1000 + rank)
     batch = torch.randn(8, 16, generator=generator).to(device)
     module(batch).pow(2).mean().backward()

@@ -23,7 +23,7 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
 def sampler_of(loader: Any) -> Any:
     """Return the loader's sampler or batch sampler that splits the data by rank.
 
-    If neither does, it is the sampler; None if the loader has none.
+    If neither does, it is the sampler, or None if the loader has none.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)

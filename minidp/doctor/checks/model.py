@@ -33,7 +33,7 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
 
 
 def synchroniser(model: nn.Module) -> nn.Module | None:
-    """Return the DDP object of a model: itself, or one attached to it; else None."""
+    """Return the DDP object of a model (itself, or one attached to it), or None."""
     is_wrapper = isinstance(model, DistributedDataParallel)
     return model if is_wrapper else attached_to(model)
 
@@ -184,7 +184,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """In the block, run a forward that leaves no trace and waits for no other rank.
+    """Let a forward in the block leave no trace, and wait for no other rank.
 
     SyncBatchNorm would communicate, so it is in eval mode meanwhile. Afterwards it and
     the random states are what they were.
@@ -232,7 +232,7 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Judge whether the parameters of all ranks are the same, but for ignored ones.
+    """Judge whether the parameters of all ranks, except ignored ones, are the same.
 
     Before wrapping, other values are no mistake: the constructor copies rank 0's.
     """

@@ -63,7 +63,7 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return the index of the GPU that belongs to this process; None if not known."""
+    """Return the index of this process's GPU, or None if it is not known."""
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice. Otherwise the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -79,7 +79,10 @@ def uuid_of(device: torch.device) -> str:
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
     """Judge which ranks came, from the facts of those that did.
 
-    ``claims`` is the number of processes that say they are this ``rank``.
+    Args:
+        facts: The facts of each of these ranks.
+        rank: This rank.
+        claims: How many processes say that they are this rank.
     """
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}
