@@ -48,8 +48,9 @@ class BucketCaps:
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
         """Return the limits of the buckets before any rebuild, in bytes.
 
-        With ``one_bucket`` there is one bucket without a limit, unless the user gave a
-        list of limits.
+        Args:
+            one_bucket: Whether all gradients go into one bucket without a limit, unless
+                the user gave a list of limits.
         """
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
@@ -101,7 +102,12 @@ def bucket_caps(
 
 
 def _to_bytes(argument: str, mb: Any) -> int:
-    """Return ``mb`` MiB in bytes; the error for a bad value names ``argument``."""
+    """Convert MiB to bytes.
+
+    Raises:
+        TypeError: ``mb`` is no number. The text names the ``argument``.
+        ValueError: It is negative or not finite. The text names the ``argument``.
+    """
     if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
@@ -111,10 +117,12 @@ def _to_bytes(argument: str, mb: Any) -> int:
 
 
 def _as_number(argument: str, value: object, unit: str) -> float:
-    """Return an int or float as a float; an int that is too large becomes infinity.
+    """Return an int or float as a float. An int that is too large becomes infinity.
 
-    Anything else raises a TypeError, and so does a bool, which Python takes for an int:
-    nobody means one MiB by True. The text names ``argument`` and ``unit``.
+    Raises:
+        TypeError: It is anything else. A bool is refused, too, which Python takes for
+            an int, because nobody means one MiB by True. The text names ``argument``
+            and ``unit``.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         other = "" if argument == "bucket_cap_mb_list" else f', or "{AUTO}"'
@@ -177,9 +185,9 @@ class OwnOptions:
 
     @property
     def hang_limit(self) -> float | None:
-        """How many seconds a collective may wait for other ranks ("auto": 300).
+        """How many seconds a collective may wait for other ranks, 300 with "auto".
 
-        With None only the process group's own limit applies.
+        If it is None, only the process group's own limit applies.
         """
         return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
 
@@ -232,8 +240,8 @@ class ReducerConfig:
     def follows_ready_order(self) -> bool:
         """Whether this mode rebuilds buckets, once, in the order of ready gradients.
 
-        With ``find_unused_parameters`` that order may differ from step to step, so
-        that buckets stay as they are unless the graph is static. A ``saved_layout``
+        If ``find_unused_parameters`` is set, that order may differ from step to step,
+        so that buckets stay as they are unless the graph is static. A ``saved_layout``
         is not looked at here.
         """
         return self.static_graph or not self.find_unused_parameters

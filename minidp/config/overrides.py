@@ -36,7 +36,11 @@ _NUMBERS = ("SECONDS", "STEPS", "MIB")  # metavars
 
 
 def _number(text: str) -> Any:
-    """Parse a number; "auto" stays, "none" becomes None, other words are an error."""
+    """Parse a number, where "auto" stays as it is, and "none" becomes None.
+
+    Raises:
+        ValueError: It is any other word.
+    """
     if text in (AUTO, NONE):
         return None if text == NONE else text
     try:
@@ -195,7 +199,7 @@ def replacements() -> dict[str, Any]:
     file of its own, which a counter selects. It logs variables that look misspelt.
 
     Raises:
-        ValueError: see `read_environment`.
+        ValueError: As `read_environment` raises it.
     """
     _tell_misspelt()
     given = read_environment()
@@ -262,7 +266,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 @functools.cache
 def _tell_misspelt() -> None:
-    """Log what `misspelt` finds: once per process, and on one rank per host.
+    """Log what `misspelt` finds, once per process and on one rank per host.
 
     Under ``minidp run`` nothing is logged, because the command itself has said it.
     """
@@ -292,7 +296,7 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
 
 
 def _checked(option: Option, text: str) -> str:
-    """Check a flag's value for argparse; return it as its environment variable has it.
+    """Check a flag's value for argparse, and return the text for the variable.
 
     The path of a layout file becomes absolute.
 
@@ -324,7 +328,10 @@ _swapped = False  # whether torch's class is ours: the script may not know minid
 
 
 def note_swapped(*, is_swapped: bool) -> None:
-    """Note whether torch's class is ours now; `passing` then names variables."""
+    """Note whether torch's class is ours now, in which case `passing` names variables.
+
+    A script whose class is swapped does not call our constructor.
+    """
     global _swapped  # one process, one torch
     _swapped = is_swapped
 
