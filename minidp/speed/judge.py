@@ -37,7 +37,7 @@ LEAST_SECONDS = 0.001
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is slow, its slow phase, and what that costs; times are seconds."""
+    """A rank that is slow, its slow phase, and what that costs, in seconds."""
 
     rank: int
     phase: int
@@ -48,7 +48,7 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return the rank that works longer than all others; None if none does.
+    """Return the rank that works longer than all others, or None if none does.
 
     Args:
         times: Seconds, with the shape (ranks, steps, phases), of at least two ranks and
@@ -88,13 +88,17 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
 def align(
     rows: Sequence[Sequence[tuple[int, Sequence[float]]]],
 ) -> tuple[list[int], NDArray[np.float64]]:
-    """Bring the steps of all ranks together; return their numbers and their times.
-
-    ``rows`` has, for each rank, the number and the seconds by phase of its last steps.
-    The times have the shape (ranks, steps, phases).
+    """Bring the steps of all ranks together.
 
     Steps may be so fast that no rank still has the steps of another one. Then the last
     steps of each rank are taken, equally many, numbered as on the rank that is behind.
+
+    Args:
+        rows: For each rank, the number and the seconds by phase of its last steps.
+
+    Returns:
+        The numbers of the steps, and their times in seconds, with the shape (ranks,
+        steps, phases).
     """
     by_number = [dict(each) for each in rows]
     numbers = sorted(set.intersection(*map(set, by_number)))

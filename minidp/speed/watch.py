@@ -59,7 +59,7 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
     costs, and since when.
 
     Waits inside collectives of the script's own count as work, and a slow network names
-    nobody. With ``hang_timeout=None`` the ranks cannot be compared, which a warning
+    nobody. If ``hang_timeout`` is None, the ranks cannot be compared, which a warning
     says.
 
     Args:
@@ -162,7 +162,11 @@ class SpeedWatch(Observer):
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """Return what this rank posts next; on rank 0, judge what all have posted."""
+        """Judge on rank 0 what all have posted, and return what this rank posts next.
+
+        The result holds the host, the last steps with their seconds by phase, and for
+        each bucket the median seconds until it was full.
+        """
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)
