@@ -191,14 +191,18 @@ class Recording:
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """The timeline of this rank; after `gather`, one of each rank.
+        """The timeline of this rank, or after `gather` those of all ranks.
 
         Gathered timelines lack the steps that were recorded afterwards.
         """
         return self._gathered or (self._timeline(),)
 
     def _timeline(self, clock: ClockOffset | None = None) -> Timeline:
-        """Return the steps of this rank on its own clock; ``clock`` goes along."""
+        """Return the steps of this rank on its own clock.
+
+        Args:
+            clock: How far that clock is ahead of rank 0's, which the timeline tells.
+        """
         steps, layouts = self._stopwatch.steps()
         num_dropped = self._stopwatch.num_ended - len(steps)
         return Timeline(

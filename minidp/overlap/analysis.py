@@ -81,8 +81,11 @@ def overlap_of(
 ) -> StepOverlap:
     """Split one step of one rank into phases, and each of its buckets into stages.
 
-    ``last_launch`` tells when the slowest rank launched a bucket, by its number. For a
-    bucket that is missing there nobody is taken to be late.
+    Args:
+        timeline: The recording of the rank.
+        step: One of its steps.
+        last_launch: When the slowest rank launched each bucket, in nanoseconds, by the
+            number of the bucket. If a bucket is missing, nobody is taken to be late.
     """
     buckets, free = [], step.backward.begin_ns
     for bucket in step.buckets:
@@ -227,7 +230,7 @@ class Overlap:
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
-    """Return the overlap of each rank; () if no step was recorded by all ranks."""
+    """Return the overlap of each rank, or () if no step was recorded by all ranks."""
     if not run.common:
         return ()
     found = [

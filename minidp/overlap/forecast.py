@@ -51,7 +51,7 @@ class Forecast:
         return self.step_s - max(0.0, self.exposed_s - least)
 
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
-        """Predict the seconds per step that a layout saves; negative if it loses.
+        """Predict the seconds per step that a layout saves, or loses if negative.
 
         Args:
             backward: The backward, which may have other bytes than the recorded one.
@@ -95,7 +95,7 @@ class Analysis:
 
 
 def analyse(run: Run) -> Analysis | None:
-    """Return the analysis of a run; None if no step was recorded by all its ranks."""
+    """Return the analysis of a run, or None if its ranks recorded no step in common."""
     overlaps = overlaps_of(run)
     if not overlaps:
         return None
@@ -161,12 +161,13 @@ def _ready_times(timeline: Timeline) -> dict[int, float | None]:
 
 
 def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
-    """Fit a network to samples of bytes and seconds; None without any, or for one rank.
+    """Fit a network to samples of bytes and seconds.
 
-    Only buckets of several sizes tell latency from bandwidth, so the samples should be
-    of all layouts. With one size the latency counts as 0. If recordings of some ranks
-    are missing, the slower half of the times does not count, because there the bucket
-    may have waited for one of these ranks.
+    It is None without samples, or for one rank. Only buckets of several sizes tell
+    latency from bandwidth, so the samples should be of all layouts. If all have one
+    size, the latency counts as 0. If recordings of some ranks are missing, the slower
+    half of the times does not count, because there the bucket may have waited for one
+    of these ranks.
     """
     world_size = run.ranks[0].where.world_size
     by_size: dict[int, list[float]] = {}

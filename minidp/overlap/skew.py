@@ -55,7 +55,7 @@ class Run:
 
     @property
     def error_s(self) -> float | None:
-        """The largest error of an offset in seconds; None if an offset is unknown."""
+        """The largest error of an offset in seconds, or None if one is unknown."""
         errors = [-1 if clock is None else clock.error_ns for clock in self.clocks]
         return None if -1 in errors else max(errors) / 1e9
 
@@ -89,7 +89,7 @@ def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
     """Return the steps that all timelines have, each as a tuple by rank.
 
-    Only steps with the bucket layout of the last one are among them.
+    Steps with another bucket layout than the last one are left out.
     """
     together = _of_all(timelines)
     layouts = [timelines[0].layouts[steps[0].layout] for steps in together]

@@ -52,7 +52,7 @@ class Clock:
     read: Any = staticmethod(time.perf_counter_ns)  # the extension knows this function
 
     def settle(self) -> None:
-        """Do nothing: the CPU's times are known at once; see `CudaClock.settle`."""
+        """Do nothing, because the times of the CPU are known at once."""
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
         """Return the mark, which is in nanoseconds already."""
@@ -174,7 +174,7 @@ class StepMarks:
 class Stopwatch(Observer):
     """Record a reducer's steps between `start` and `stop`.
 
-    Only steps whose buckets were reduced are kept.
+    Steps whose buckets were not reduced are dropped.
 
     Args:
         queue: The queue of buckets whose events are recorded.
@@ -311,7 +311,7 @@ class Stopwatch(Observer):
 
 
 def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
-    """Convert marks to a `Step`; None if its forward or backward was not completed.
+    """Convert marks to a `Step`, or to None if forward or backward did not end.
 
     Buckets that were not reduced are left out.
     """

@@ -249,7 +249,7 @@ def _legend(found: Analysis) -> list[str]:
 def network_lines(found: Analysis) -> list[str]:
     """Return a line about the bandwidth, and one about what no bucket layout can reach.
 
-    ``found`` must have a forecast.
+    The analysis must have a forecast.
     """
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None
@@ -314,7 +314,7 @@ def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row; all cells but the last one are right-aligned."""
+    """Return a line for each row, with all cells but the last one right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]

@@ -78,7 +78,7 @@ class Step:
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
-        """Return when the first gradient of some parameters came; None if not timed."""
+        """Return when the first gradient of some parameters came, None if untimed."""
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
         return min(found, default=None)
 
@@ -181,7 +181,7 @@ def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ..
 
 
 def _problem(value: Any) -> str:
-    """Return why parsed JSON is no recording of this version; "" if it is one."""
+    """Return why parsed JSON is no recording of this version, or "" if it is one."""
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
     if value.get("version") != VERSION:
