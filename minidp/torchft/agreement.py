@@ -31,7 +31,7 @@ class NotByItself(RebuildPolicy):
 
     @property
     def order(self) -> list[int]:
-        """The parameters in the order of their gradients, by index; [] if unknown."""
+        """The indices of parameters in the order of their gradients, [] if unknown."""
         return self._order or []
 
     def plain_layout(
@@ -106,7 +106,7 @@ class Agreement:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """Use the layout of another replica's state; forget what was agreed on here.
+        """Use the layout of another replica's state, and forget what was agreed on.
 
         Raises:
             MiniDPError: That replica has another model, or other options.
@@ -139,7 +139,7 @@ class Agreement:
         return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
 
     def adopt(self, plain: dict[str, Any]) -> None:
-        """Use a committed layout; if it is a new one, replace the buckets."""
+        """Use a committed layout, and replace the buckets if it is a new one."""
         layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
         self.layout, self._policy.has_rebuilt = plain, plain["rebuilt"]
         if layout != self._reducer.queue.layout:

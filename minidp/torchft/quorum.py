@@ -180,7 +180,7 @@ class Quorum:
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a replica that joins; the manager calls this."""
+        """Return the state for a replica that joins. The manager calls this."""
         return self.agreement.state(self.manager.current_step())
 
     @property
@@ -208,7 +208,7 @@ class Quorum:
         return [rank // self.manager._group_world_size for rank in known]
 
     def position(self) -> int:
-        """Return this replica's index in `members`; 0 if it has none."""
+        """Return this replica's index in `members`, or 0 if it has none."""
         known = getattr(self.manager._pg, "_rank", None)
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
@@ -285,7 +285,7 @@ class Quorum:
         return state
 
     def _count(self) -> int:
-        """Return how many replicas contribute, and agree on a layout if that is due."""
+        """Agree on a layout if that is due, and return how many replicas contribute."""
         # The manager's own count is right, but for step 0: there it counts replicas
         # whose gradients it sets to zero. So in step 0, and to agree on a layout, there
         # is one more all-reduce.
@@ -314,10 +314,11 @@ class Quorum:
     # -- it ends -----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for all sums of the backward; if one failed, sum over a new quorum.
+        """Wait for all sums of the backward, and repeat them if one has failed.
 
-        This is tried three times in all. If it does not help, or gradients cannot be
-        summed again, the manager knows of the error, and will not commit the step.
+        They are repeated over a new quorum, up to three times in all. If that does not
+        help, or gradients cannot be summed again, the manager knows of the error, and
+        will not commit the step.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):

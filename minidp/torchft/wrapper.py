@@ -6,8 +6,7 @@ This is what happens in a step::
     backward     the first gradient waits for the quorum. A full bucket starts the
                  manager's all-reduce, and waits for nothing
     its end      all buckets are waited for. If a replica has died, a new quorum sums
-    the
-                 same local gradients, divided by the number of replicas that are left
+                 the same local gradients, divided by the number of replicas left
     step         torchft's optimizer asks the manager whether to commit it
 
 For the rest of minidp a replica is alone, in a group of one rank. The all-reduce of
@@ -73,7 +72,11 @@ class DataParallel(data_parallel.DataParallel):
         self._guard.precondition = averaging.refuse_uncommitted
 
     def _refuse_options(self, reducer: Reducer) -> None:
-        """Raise a ValueError for what does not go with replicas that change."""
+        """Refuse what does not go with replicas that change.
+
+        Raises:
+            ValueError: The model or an option is such a thing.
+        """
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
@@ -120,11 +123,11 @@ class DataParallel(data_parallel.DataParallel):
         _refuse("register_comm_hook()", "the manager reduces the buckets")
 
     def step_in_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise a ValueError: the manager commits a step only after its backward."""
+        """Raise a ValueError, because the manager commits a step after its backward."""
         _refuse("step_in_backward()", "the manager commits a step after its backward")
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise a ValueError: a replica that has run out of inputs may just leave."""
+        """Raise a ValueError, because a replica without inputs may just leave."""
         _refuse("join()", "a replica without inputs may leave, and the others go on")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -183,7 +186,11 @@ class _ByContributors(Averaging, Observer):
                 param.grad = param.grad if count else None
 
     def refuse_uncommitted(self) -> None:
-        """Raise an UnsyncedGradientsError if the last step is not committed."""
+        """Refuse a step before the manager has committed the last backward.
+
+        Raises:
+            UnsyncedGradientsError: The manager has not committed it.
+        """
         step, rank = self._quorum.step, self._quorum.rank
         if self._quorum.manager.current_step() == step:
             what = f"An optimizer steps, but the manager has not committed step {step}."
