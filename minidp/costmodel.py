@@ -103,7 +103,7 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
-    """Yield each message's bytes, and its share of ``time``; nothing if one is 0."""
+    """Yield each message's bytes and its share of ``time``, or nothing if one is 0."""
     if time > 0 and all(together):
         for nbytes in together:
             yield nbytes, time * nbytes / sum(together)
@@ -266,7 +266,7 @@ def play(
 
 
 def lower_bound(backward: Backward, network: Network) -> float:
-    """Return seconds than which no layout has a smaller `Schedule.done_s`.
+    """Return how many seconds `Schedule.done_s` is at least, with any layout.
 
     Whatever the layout, the bytes that become ready at some moment or later are sent
     after it, and the last message costs one latency. The bound is reached if gradients
@@ -348,7 +348,7 @@ def _best_mixed(backward: Backward, network: Network) -> list[list[int]]:
 def _cuts_in_time(
     backward: Backward, network: Network, sums: Sequence[int], done_s: float
 ) -> list[int] | None:
-    """Return cuts into buckets that are all done by ``done_s``; None if there are none.
+    """Return cuts into buckets that are all done by ``done_s``, or None if none are.
 
     Cuts are positions, ascending, from 0 to the number of gradients, and ``sums`` has
     the bytes before each position. The last bucket is chosen first, and each is made as

@@ -98,7 +98,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """The trial of the layout that stays, and that of torch's; they may be the same."""
+    """The trial of the layout that stays, and that of torch's, perhaps the same."""
 
     best: Trial
     torchs: Trial
@@ -191,7 +191,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Predict the exposed seconds of a layout; None if too little was timed."""
+        """Predict the exposed seconds of a layout, None if too little was timed."""
         backward = self._backward()
         if backward is None:
             return None

@@ -52,7 +52,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         self._reset_trials()
 
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
-        """Count the backwards of a queue from now on; call this before the first one.
+        """Count the backwards of a queue. This must be called before the first one.
 
         Rank 0 begins to measure with trial 0, in `next_layout`.
         """
@@ -92,7 +92,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return self._count > 0
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Begin the next trial, or end the last one; return the layout of rank 0.
+        """Begin the next trial, or end the last one, and return the layout to use.
 
         Rank 0's layout is broadcast afterwards, so the other ranks return any. In trial
         0 it is torch's, and measuring begins. Later rank 0 decides by what it has
@@ -188,7 +188,7 @@ class Measurement:
         return watch
 
     def stop(self) -> None:
-        """Measure nothing any more."""
+        """Stop measuring for good."""
         self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:

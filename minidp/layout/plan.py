@@ -31,7 +31,7 @@ from minidp.errors import InternalError
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Describe a parameter whose gradient is averaged: what decides on its bucket."""
+    """What decides on the bucket of a parameter whose gradient is averaged."""
 
     name: str  # dotted
     shape: tuple[int, ...]
@@ -43,12 +43,12 @@ class ParamSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the parameter."""
+        """The number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter, and of its gradient if that is not sparse."""
+        """The bytes of the parameter, and of its gradient if that is not sparse."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -116,17 +116,17 @@ class BucketPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of all slots, and of the flat buffer."""
+        """The number of elements of all slots, and of the flat buffer."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def nbytes(self) -> int:
-        """Size of all slots in bytes."""
+        """The size of all slots in bytes."""
         return self.numel * self.dtype.itemsize
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
-        """Parameter indices of the bucket, in slot order."""
+        """The parameter indices of the bucket, in slot order."""
         return tuple(slot.param_index for slot in self.slots)
 
 
@@ -197,7 +197,7 @@ def assign(
     limits: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """`fill` buckets with parameters, without the delayed ones.
+    """Fill buckets with all parameters except the delayed ones, as `fill` does.
 
     A sparse parameter has a bucket of its own.
 
@@ -251,11 +251,16 @@ def rebuilt_layout(
     *,
     from_the_end: bool = False,
 ) -> Layout:
-    """Return the layout for ``order``, in which the gradients became ready.
+    """Return the layout for the order in which the gradients became ready.
 
-    With ``from_the_end`` buckets are filled from the last gradient on: the last bucket
-    gets the first of the ``limits`` (bytes, as in `fill`). Delayed parameters, which
-    ``order`` may lack, follow in buckets of their own.
+    Delayed parameters follow in buckets of their own.
+
+    Args:
+        specs: All parameters.
+        limits: The limits of the buckets in bytes, as in `fill`.
+        order: The parameter indices in ready order. It may lack delayed ones.
+        from_the_end: Whether to fill buckets from the last gradient on, so that the
+            last bucket gets the first limit.
     """
     step = -1 if from_the_end else 1
     assignment = assign(specs, limits, order[::step])[::step]
