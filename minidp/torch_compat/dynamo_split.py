@@ -49,7 +49,7 @@ def _call(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _optimize_ddp() -> object:
-    """Return dynamo's setting ``optimize_ddp``; None if dynamo is not imported.
+    """Return dynamo's setting ``optimize_ddp``, or None if dynamo is not imported.
 
     Whoever has changed the setting has imported dynamo. Another thread may be about to
     do so, and then it is not looked at.
@@ -60,7 +60,11 @@ def _optimize_ddp() -> object:
 
 
 def refuse_python_reducer() -> None:
-    """Raise a ValueError if dynamo is set to torch's reducer for compiled autograd."""
+    """Refuse a setting of dynamo that asks for torch's own reducer.
+
+    Raises:
+        ValueError: ``optimize_ddp`` is "python_reducer".
+    """
     if _optimize_ddp() == "python_reducer":
         raise ValueError(
             'torch._dynamo.config.optimize_ddp is "python_reducer", which is torch\'s '

@@ -43,7 +43,7 @@ VARIABLES = {
 
 
 class LoggingData:
-    """The facts of a `DataParallel` for ``_get_ddp_logging_data()``; its `logger`.
+    """The facts of a `DataParallel` for ``_get_ddp_logging_data()``: its `logger`.
 
     The constructor collects options and sizes, and `to_dict` adds what is known later.
     """

@@ -62,7 +62,7 @@ class _PlantedOptimizers(Observer):
                 self._stepped.append(param)
 
     def finished(self) -> None:
-        """At the backward's end, set ``.grad`` to None where an optimizer stepped."""
+        """Set ``.grad`` to None where an optimizer stepped, at the backward's end."""
         for param in self._stepped:
             param.grad = None
         self._stepped.clear()
@@ -74,8 +74,8 @@ def adopt_planted_optimizers(
     """Take over the optimizers of torch's ``_apply_optimizer_in_backward``.
 
     Torch's own grad hooks would step on local gradients, before the average, so they
-    are removed. The result is an observer that steps these optimizers on the averages;
-    None if no parameter has one.
+    are removed. The result is an observer that steps these optimizers on the averages,
+    or None if no parameter has one.
     """
     if not any(hasattr(p, "_in_backward_optimizers") for p in params):
         return None
@@ -219,8 +219,8 @@ class TorchNames:
         synchronised step compares the replicas if all ranks of the group want to. From
         then on steps are counted anew, because ranks that are new have made fewer.
 
-        What is no ProcessGroup is torch's mark of a rank outside the group. Then the
-        present group stays.
+        If the new group is no ProcessGroup, it is torch's mark of a rank outside the
+        group. Then the present group stays.
         """
         old = self.process_group
         if isinstance(new_process_group, dist.ProcessGroup):
@@ -256,7 +256,7 @@ class TorchNames:
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts under torch's keys, but no times: see `LoggingData.to_dict`."""
+        """Return what `LoggingData.to_dict` returns: facts, but no times."""
         return self.logger.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -37,8 +37,11 @@ class ReducerNames:
     def prepare_for_backward(self, outputs: Any) -> None:
         """Arm the reducer as a forward does, so that the next backward averages.
 
-        ``outputs`` are those of the module. With ``skip_all_reduce_unused_params`` the
-        ranks start to exchange what these reach.
+        If ``skip_all_reduce_unused_params`` is set, the ranks start to exchange what
+        the outputs reach.
+
+        Args:
+            outputs: What the module's forward has returned.
         """
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
@@ -47,7 +50,7 @@ class ReducerNames:
     def _rebuild_buckets(self) -> bool:
         """Rebuild the buckets if that is due, and return whether it was.
 
-        All ranks must call this together: a rebuild is a collective.
+        All ranks must call this together, because a rebuild is a collective.
         """
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
