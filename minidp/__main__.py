@@ -22,7 +22,10 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit status; without one, print the help."""
+    """Run a subcommand and return its exit status.
+
+    Without a subcommand this prints the help, and the status is 2.
+    """
     parser = Parser(
         prog="minidp",
         description="Tools around minidp.DataParallel, which averages gradients over "

@@ -106,7 +106,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
-    """Return a hook that runs ``hook`` in ``dtype``; ``name`` is for errors."""
+    """Return a hook that runs ``hook`` in ``dtype``, and has this name in errors."""
 
     def compressed(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -271,7 +271,7 @@ class Int8State:
 def int8_error_feedback_hook(
     state: Int8State, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average gradients rounded to 8 bits; add the rounding error to the next ones.
+    """Average gradients rounded to 8 bits, and add their errors to the next ones.
 
     These are computed for each block::
 

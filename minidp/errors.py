@@ -72,7 +72,7 @@ class ReducerFailedError(MiniDPError):
 
 
 class UnavailableError(MiniDPError, AttributeError):
-    """An attribute has no value, or not yet; the text says why.
+    """An attribute has no value, or not yet. The text says why.
 
     It is an AttributeError, too, so that ``hasattr`` is false. Tools that look at all
     attributes (``torch.jit.trace``, debuggers) expect one, and would stop at any other
@@ -88,7 +88,7 @@ class NativeError(MiniDPError):
 
 
 class InternalError(AssertionError):
-    """A mistake in minidp itself; please report it with the traceback."""
+    """A mistake in minidp itself. Please report it with the traceback."""
 
 
 def lost_hooks(rank: int, names: Sequence[str]) -> str:
@@ -174,10 +174,11 @@ def explain(
     found: str = "",
     remedy: str = "",
 ) -> str:
-    """Build the text of an error; parts that are empty are left out.
+    """Build the text of an error, without the parts that are empty.
 
     The result is "[rank r] WHAT Expected: ... Found: ... Parameters: ... What to do:
-    ...". ``what`` is a whole sentence; the other parts get their full stop here.
+    ...". The argument ``what`` is a whole sentence. The other parts get their full stop
+    here.
     """
     parts = {"Expected": expected, "Found": found, "Parameters": ", ".join(names)}
     parts["What to do"] = remedy

@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the report, write the exports; return 0, or 1 after a printed error."""
+    """Print the report, write the exports, and return the exit status.
+
+    The status is 0, or 1 after an error, which is printed.
+    """
     if options.png:
         say_on_stderr(
             "error: --png: minidp draws no pictures any more. What to do: write a page "

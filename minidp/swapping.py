@@ -188,7 +188,7 @@ class _PassedOn:
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good; return an object that does the same where it is unpickled."""
+    """Swap for good, and return an object that swaps where it is unpickled."""
     if not _swapping.is_for_good:
         _swapping.is_for_good = True
         _swapping.begin()

@@ -62,7 +62,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise the input by the statistics of all ranks; update the running ones.
+        """Normalise the input by all ranks' statistics, and update the running ones.
 
         ``torch.compile`` leaves this method out, because it communicates.
 
@@ -192,7 +192,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError if the device is a CPU and a layer is torch's SyncBatchNorm."""
+    """Refuse layers of torch's SyncBatchNorm in a module on the CPU.
+
+    Raises:
+        ValueError: There are some; the text names them.
+    """
     names = [
         name or "module"
         for name, layer in module.named_modules()
@@ -326,11 +330,17 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """Raise a CollectiveError on all ranks if one of them will not run this backward.
+    """Refuse a backward that some rank will not run.
 
-    All of them know it without a message: the forward has sent it. ``with_graph``
-    (``create_graph=True``) needs, in addition, that each rank's input requires a
-    gradient.
+    All ranks know that without a message, because the forward has sent it.
+
+    Args:
+        batch: What the forward has exchanged.
+        with_graph: Whether the backward has ``create_graph=True``. Then each rank's
+            input must require a gradient, too.
+
+    Raises:
+        CollectiveError: A rank will not take part. All ranks raise it.
     """
     least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
     if with_graph:

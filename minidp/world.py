@@ -32,7 +32,10 @@ class World:
         return threading.Event()
 
     def thread(self, target: Callable[..., Any], **options: Any) -> threading.Thread:
-        """Return a new thread, not started; ``options`` are those of `threading`."""
+        """Return a new thread, which is not started yet.
+
+        The ``options`` are those of `threading.Thread`.
+        """
         return threading.Thread(target=target, **options)
 
 
@@ -55,7 +58,10 @@ def event() -> threading.Event:
 
 
 def thread(target: Callable[..., Any], **options: Any) -> threading.Thread:
-    """Return a new thread, not started; ``options`` are those of `threading.Thread`."""
+    """Return a new thread, which is not started yet.
+
+    The ``options`` are those of `threading.Thread`.
+    """
     return _world.thread(target, **options)
 
 

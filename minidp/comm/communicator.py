@@ -101,13 +101,14 @@ class PeerMonitor:
     def ask_who_passed(
         self, step: int, steps: int, *, may_answer: bool
     ) -> Question | None:
-        """Ask which ranks cannot come to a meeting any more; None if one cannot ask.
+        """Ask which ranks cannot come to a meeting any more.
 
-        The question is returned at once, and is answered later.
+        The question is returned at once, and is answered later. It is None if one
+        cannot ask.
 
         Args:
-            step: The meeting is after this backward,
-            steps: and after so many steps of optimizers.
+            step: The number of the backward after which the ranks meet.
+            steps: After how many steps of optimizers they meet.
             may_answer: Ranks that have gone on still come, by `answerers`, so that only
                 those that wait elsewhere do not.
         """
@@ -229,7 +230,7 @@ class Communicator:
 
     @property
     def place(self) -> str:
-        """What this rank does now, by the innermost `watching` block; "" outside."""
+        """What this rank does now, by the innermost `watching` block, or ""."""
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
@@ -367,7 +368,7 @@ def _answer_questions() -> None:
 
 
 def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait for a work at most so long; return whether it is done, or has failed.
+    """Wait for a work for at most so long, and return whether it is done or failed.
 
     Its error is not raised, unless the work's own ``is_done_within`` does so.
     """

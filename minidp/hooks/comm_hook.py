@@ -47,8 +47,9 @@ class CommHook:
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
         """Let the hook use another process group, if its state is the old one.
 
-        None stands for the default group in the state of torch's hooks that take a
-        group, even if they are wrapped. Any other state is kept.
+        Torch's hooks that take a group as their state, wrapped or not, understand None
+        as the default group. So if that one is replaced, None is, too. Any other state
+        is kept.
         """
         is_default = self.state is None and old is joined_group(None)
         if self.state is old or (is_default and _takes_group(self.hook)):

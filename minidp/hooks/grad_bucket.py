@@ -46,7 +46,7 @@ class GradBucket:
         self._turn = turn
 
     def index(self) -> int:
-        """Return the bucket's number, from 0, in launch order; equal on all ranks."""
+        """Return the bucket's number in launch order, from 0, equal on all ranks."""
         return self._turn.index
 
     def is_last(self) -> bool:
@@ -111,8 +111,8 @@ class GradBucket:
     def divisor(self) -> int:
         """Return by what a hook has to divide the sum over all ranks.
 
-        It is the number of ranks; inside
-        ``join(divide_by_initial_world_size=False)``, of ranks that still have inputs.
+        It is the number of ranks. Inside ``join(divide_by_initial_world_size=False)``
+        it is the number of ranks that still have inputs.
         """
         return self._turn.divisor
 
