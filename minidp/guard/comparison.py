@@ -95,7 +95,7 @@ class Verdict:
         return not self.is_proof and self.digests.keys() | self.stepped == self.ranks
 
     def describe(self, what: str) -> str:
-        """Return what the error shall say was found, about ``what`` (plural)."""
+        """Return the part "Found" of an error, where ``what`` may be "gradients"."""
         if not self.can_ask:
             return (
                 f"no store through which the ranks could compare their {what}, so "

@@ -119,7 +119,8 @@ def warn_of_orphans(
 ) -> None:
     """Warn if ``optimizer`` is about to step on parameters that a wrapper left behind.
 
-    The parameters of this step are no orphans afterwards, so the warning comes once.
+    The parameters that this looks at are no orphans afterwards, so each is warned of
+    once.
 
     Args:
         optimizer: The optimizer.

@@ -39,7 +39,7 @@ class Change:
 def find_change(reducer: Reducer, acts: LocalActs) -> Change | None:
     """Return what has changed since gradients became local, except by optimizer steps.
 
-    What is returned is not found again: the present versions count from now on.
+    What is returned is not found again, because the present versions count from now on.
     """
     ledger, params = reducer.ledger, reducer.params
     changed = {i for i, n in acts.versions.items() if params[i]._version != n}

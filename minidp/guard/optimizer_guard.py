@@ -260,7 +260,14 @@ class Guard:
         return verdict
 
     def confirm(self, optimizer: Optimizer) -> None:
-        """After a step, judge what was suspicious before it, by its parameters now."""
+        """Judge, after a step, what was suspicious before it, by its parameters now.
+
+        This may wait for other ranks.
+
+        Raises:
+            UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
+            ReplicaMismatchError: The comparison of replicas still finds a difference.
+        """
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
         is_suspicious |= self._change is not None or self._asks_after_step
@@ -492,8 +499,8 @@ class Guard:
     def _conclude_skipped(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
         """Complain of a step that was left out, if the comparison is a proof.
 
-        If all ranks have left it out, that is not why they differ: the comparison of
-        replicas, which names what differs on which ranks, follows in the next step.
+        If all ranks have left it out, that is not why they differ. Then the comparison
+        of replicas, which names what differs on which ranks, follows in the next step.
         """
         if verdict.is_proof and verdict.have_all_asked:
             if self.replica_check is not None:
@@ -693,9 +700,9 @@ class Guard:
     def _check_counts(self) -> None:
         """Fail the reducer if the last counts of items, on CUDA, give no mean.
 
-        On CUDA the backward does not wait for its counts, so this does. On the CPU the
-        backward itself has raised already, and without an average over items there are
-        no counts.
+        On CUDA the backward does not wait for its counts, so this does. Then the other
+        ranks are told, too. On the CPU the backward itself has raised already, and
+        without an average over items there are no counts.
 
         Raises:
             ItemCountError: The counts give no mean.
@@ -797,7 +804,7 @@ def _add_once(reducer: Reducer, observer: Observer) -> bool:
 
 
 class _Outcome(Enum):
-    """What a comparison says of a suspicion."""
+    """What becomes of a suspicion after the ranks were compared."""
 
     RIGHT = auto()  # the ranks do the same
     WRONG = auto()  # a mistake is proved, or the user ignores all; it was complained of
@@ -827,7 +834,7 @@ class _Trust:
         return True
 
     def note(self, *, is_decided: bool) -> None:
-        """Count a comparison that has proved no mistake.
+        """Count a comparison, so that the next ones become rarer.
 
         Args:
             is_decided: Whether all ranks came to it.
