@@ -161,8 +161,11 @@ class SharedWork:
     """The work of a sum in shared memory, which sums whenever one waits for it or asks.
 
     No thread of this rank sums besides, but other ranks sum for it while they wait.
-    ``profiled`` is the range that a running profiler shows for it, as it shows one for
-    a message of Gloo. It ends when the bucket is found to be reduced.
+
+    Args:
+        buffer: The buffer that is summed.
+        profiled: The range that a running profiler shows for this work, as it shows one
+            for a message of Gloo. It ends when the bucket is found to be reduced.
     """
 
     can_time_out = True

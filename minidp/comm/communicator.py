@@ -109,8 +109,8 @@ class PeerMonitor:
         Args:
             step: The number of the backward after which the ranks meet.
             steps: After how many steps of optimizers they meet.
-            may_answer: Ranks that have gone on still come, by `answerers`, so that only
-                those that wait elsewhere do not.
+            may_answer: Whether ranks that have gone on may still come, because they
+                answer (`answerers`). Then only those that wait elsewhere do not come.
         """
         return None
 
@@ -122,19 +122,23 @@ class PeerMonitor:
         Args:
             topic: The name under which the values are posted.
             rider: A thread calls it, and posts what it returns, which must be plain
-                data for JSON. Its argument has what each rank has posted last, by rank;
-                it is empty on all ranks but 0.
+                data for JSON. Its argument has what each rank has posted last, by rank.
+                On all ranks but 0 the argument is empty.
 
         Returns:
-            A function that ends the exchange; None if there is none.
+            A function that ends the exchange, or None if there is none.
         """
         return None
 
     def move_to(self, group: ProcessGroup, key: str, *, has_met: bool = True) -> None:
-        """Talk to other ranks by ``group``'s store, under ``key``, from now on.
+        """Talk to the other ranks through the store of another group from now on.
 
-        ``key`` is equal on all ranks. ``has_met`` says that all of them have just met.
         Here this does nothing.
+
+        Args:
+            group: The group.
+            key: The place in its store, which is equal on all ranks.
+            has_met: Whether all ranks are known to have met.
         """
 
 
@@ -170,15 +174,16 @@ class InFlight:
 class Communicator:
     """A process group, this rank, a time limit, and what is known about other ranks.
 
-    Each reducer has one. The constructor starts nothing; `peers` is a mere
+    Each reducer has one. The constructor starts nothing, and `peers` is a mere
     `PeerMonitor` until the watchdog puts a heartbeat there.
 
     Args:
         group: The process group.
         limit: How many seconds a collective may take. With None only the backend's own
             timeout counts.
-        is_patient: Apply the limit only if ranks are gone or wait for each other. Ranks
-            that are busy elsewhere may take as long as the backend allows.
+        is_patient: Whether to apply the limit only if ranks are gone or wait for each
+            other. Ranks that are busy elsewhere may then take as long as the backend
+            allows.
     """
 
     def __init__(

@@ -164,8 +164,13 @@ class Channel:
     """Publish and read statuses and alarms in the process group's store.
 
     The constructor takes up to 2 s to open the silent connection to the store's host.
-    ``has_met`` says that all ranks are known to have wrapped the module, because they
-    have compared their replicas, or have called ``reset()`` together.
+
+    Args:
+        store: The store, with all keys under a prefix of this replica.
+        rank: This rank.
+        size: How many ranks there are.
+        has_met: Whether all ranks are known to have wrapped the module, because they
+            have compared their replicas, or have called ``reset()`` together.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, has_met: bool) -> None:

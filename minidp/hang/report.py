@@ -156,8 +156,10 @@ def _cut(text: str) -> str:
 class Inquiry(FutureWork):
     """The question which ranks are missing in a collective. `try_answer` answers it.
 
-    The collective is number ``started``. A rank whose status has no new beat within
-    ``silence`` seconds, counted from the construction, is taken not to run.
+    Args:
+        started: The number of the collective.
+        silence: A rank is taken not to run if its status has no new beat within so many
+            seconds after the construction.
     """
 
     def __init__(self, started: int, silence: float) -> None:

@@ -219,9 +219,10 @@ class ReplicaCheck(Observer):
     def restart(self, *, missed_steps: str = "") -> None:
         """Begin the schedule anew in the next step, as all ranks must do together.
 
-        ``missed_steps`` tells on which ranks optimizers made fewer steps than on
-        others. If it is not empty, errors say so, and no difference is taken for
-        rounding.
+        Args:
+            missed_steps: On which ranks optimizers made fewer steps than on others, as
+                a text. If it is not empty, errors say so, and no difference is taken
+                for rounding.
         """
         self._base, self._is_shared = self._ledger.finalized, True
         self.missed_steps = missed_steps
