@@ -382,12 +382,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
-    """Return a context that limits waits; its errors say which pass has waited."""
+    """Return a context that limits waits, and whose errors say which pass waited."""
     return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to calculate: never one of 16 bits."""
+    """Return the dtype in which to calculate, which is never one of 16 bits."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 

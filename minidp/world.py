@@ -17,7 +17,7 @@ from typing import Any
 
 
 class World:
-    """The real world: the system's clock and threads. A test derives another one."""
+    """The real world, with the system's clock and threads. Tests derive another one."""
 
     def now(self) -> float:
         """Return seconds on a clock that never goes back."""

@@ -130,7 +130,7 @@ class Choice:
 class Search:
     """Propose layouts to try, and choose one by the steps that `add` was given.
 
-    Nothing is measured here: a `Measurement` on rank 0 makes and calls this.
+    Nothing is measured here. A `Measurement` on rank 0 makes and calls this.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], torchs: Layout) -> None:

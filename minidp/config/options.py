@@ -41,7 +41,7 @@ class BucketCaps:
     def has_small_first(self) -> bool:
         """Whether the first bucket has a smaller limit than the rest.
 
-        It is False for a list of limits: a list says itself what comes first.
+        It is False for a list of limits, because that says itself what comes first.
         """
         return self.first_bytes < self.rest_bytes
 

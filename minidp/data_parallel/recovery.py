@@ -218,7 +218,7 @@ def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
 
 
 def _explain_difference(rank: int, found: standing.Differences) -> str:
-    """Return the text of the warning: the whole on rank 0, one line on the others.
+    """Return the text of the warning, in full on rank 0, and one line on the others.
 
     All ranks have found the same. All of them warn nevertheless, because one that turns
     warnings into errors must not raise alone.

@@ -41,8 +41,8 @@ class Meeting:
     ) -> tuple[dict[int, Any], str]:
         """Post a value, wait for those of the other ranks, and return all, by rank.
 
-        It raises nothing: a store that fails is one of the reasons why a value did not
-        come. With one rank nothing is sent.
+        It raises nothing, because a store that fails is only one of the reasons why a
+        value did not come. With one rank nothing is sent.
 
         Args:
             topic: What the values are about.

@@ -263,11 +263,15 @@ class Model(NamedTuple):
 class OutcomeRecorder:
     """Keep the models that a script wraps, and time its first optimizer's steps.
 
-    The constructor starts a timer, too: a process that makes no progress for ``limit``
-    seconds writes its stacks to a file beside ``path``, and ends. Progress is an
-    optimizer step, but also a forward of a wrapped model, because a trainer may have
-    optimizers that are not torch's, and a long evaluation makes no step. `save` writes
-    the outcome to ``path``.
+    The constructor starts a timer, too, which ends a process that makes no progress.
+    Progress is an optimizer step, but also a forward of a wrapped model, because a
+    trainer may have optimizers that are not torch's, and a long evaluation makes no
+    step.
+
+    Args:
+        path: The file to which `save` writes the outcome. The stacks of a process that
+            the timer ends are written to a file beside it.
+        limit: How many seconds a process may make no progress.
     """
 
     def __init__(self, path: Path, limit: float) -> None:

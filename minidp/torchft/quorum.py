@@ -95,7 +95,7 @@ class ReplicaGroup(ProcessGroupDummy):  # type: ignore[misc]
 
 
 class Sum:
-    """The sum of one tensor over the participants: a work that is its own future.
+    """The sum of one tensor over the participants, as a work that is its own future.
 
     The constructor starts it. Before that, and before it is started again for a new
     quorum, ``write`` is called, which fills and returns the tensor.
