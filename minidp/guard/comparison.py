@@ -34,7 +34,7 @@ from minidp import world
 from minidp.comm import answerers, group_store, has_store, post_json, read_json
 from minidp.core import Phase, Reducer
 from minidp.errors import listed
-from minidp.replica import are_close_on_all_ranks, digest_of
+from minidp.replica import SMALL_BYTES, are_close_on_all_ranks, digest_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -389,7 +389,9 @@ def _digest(tensors: Iterable[torch.Tensor | None]) -> int:
     None counts as a value. Zeros of both signs count as equal, and so do all NaNs,
     because a replica that holds the one trains like a replica that holds the other.
     """
-    shapes, plain = [], []
+    shapes: list[str] = []
+    small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    plain = []
     for tensor in tensors:
         if tensor is None:
             shapes.append("None")
@@ -400,7 +402,13 @@ def _digest(tensors: Iterable[torch.Tensor | None]) -> int:
         if value.layout is torch.sparse_coo:
             value = value.coalesce()
             parts = [value.indices(), value.values()]
-        plain += [_normal(part) for part in parts if part.numel()]
+        for part in parts:
+            if part.nbytes >= SMALL_BYTES:
+                plain.append(_normal(part))
+            elif part.numel():  # a thousand small ones one by one would take 50 ms
+                alike = small.setdefault((part.device, part.dtype), [])
+                alike.append(part.reshape(-1))
+    plain += [_normal(torch.cat(alike)) for alike in small.values()]
     bits = int(digest_of(plain)) if plain else 0
     return (bits * 31 + zlib.crc32(repr(shapes).encode())) % 2**63
 

@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -120,9 +120,7 @@ class Guard:
         self._trust = _Trust()
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
-        self._open_step: Suspicion | None = None
-        self._asks_after_step = False
-        self._tells_open_step = False  # with a warning, if nobody answers
+        self._open_step: _OpenStep | None = None
         # A step of gradients that differ, which the optimizer itself may average. It
         # may also step another optimizer inside, and average the parameters then.
         self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
@@ -225,8 +223,8 @@ class Guard:
             self._joined = joined
             if self._judge_joined() is _Outcome.MADE_ELSEWHERE:
                 # Other ranks lack the parameters: usually that is a mistake.
-                self._open_step = suspect_late(self.reducer, joined)
-                self._asks_after_step = self._tells_open_step = True
+                late = suspect_late(self.reducer, joined)
+                self._open_step = _OpenStep(late, is_asked_after=True, tells=True)
 
     def _judge_step(
         self, step: StepCheck, optimizer: Optimizer, suspicion: Suspicion
@@ -245,9 +243,8 @@ class Guard:
         elif outcome is _Outcome.LEFT_TO_THE_STEP:
             self._own_step = weakref.ref(optimizer), suspicion
         elif outcome is not _Outcome.WRONG:
-            self._open_step = suspicion
-            self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
-            self._tells_open_step = False
+            is_asked_after = outcome is _Outcome.MADE_ELSEWHERE
+            self._open_step = _OpenStep(suspicion, is_asked_after)
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
         """Compare the gradients of a coming step on the ranks that suspect it."""
@@ -270,8 +267,9 @@ class Guard:
         """
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
-        is_suspicious |= self._change is not None or self._asks_after_step
-        is_suspicious |= self._own_step is not None
+        is_asked = self._open_step is not None and self._open_step.is_asked_after
+        is_suspicious |= self._change is not None or self._own_step is not None
+        is_suspicious |= is_asked
         if not is_suspicious or not ledger.sync_enabled or is_nested(optimizer):
             return
         held = self._held_by(optimizer)
@@ -286,16 +284,16 @@ class Guard:
         if self._change is not None and not self._change.indices.isdisjoint(held):
             change, self._change = self._change, None
             self._judge_change(change, "after", held)
-        if self._asks_after_step:
-            self._asks_after_step = False
+        if self._open_step is not None and self._open_step.is_asked_after:
             verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
-            tells = self._tells_open_step
-            self._judge_open_step(verdict, made_elsewhere=not tells, tells=tells)
+            self._judge_open_step(verdict, after_step=True)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step of our parameters that has ended, outside no_sync()."""
         if self._stepping == id(optimizer):
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+            if not self._steps.has_any:  # training begins
+                self._skip_trust = _Trust()
             self._steps.note(optimizer)
             self._stepping = 0
             if self.replica_check is not None:
@@ -398,22 +396,21 @@ class Guard:
             conclude = functools.partial(Guard._conclude, suspicion=change.suspicion)
             _add_once(self.reducer, _AskInBackward(self, conclude))
 
-    def _judge_open_step(
-        self, verdict: Verdict, *, made_elsewhere: bool = False, tells: bool = False
-    ) -> None:
+    def _judge_open_step(self, verdict: Verdict, *, after_step: bool = False) -> None:
         """Judge a step that was open by a comparison of all parameters after it.
 
         Args:
             verdict: What the comparison has found.
-            made_elsewhere: Whether the other ranks had made the step without any doubt.
-            tells: Whether to warn if not all ranks answered. Otherwise this rank asks
-                them again in the next backward.
+            after_step: Whether it was made right after the step, because the other
+                ranks had made theirs without any doubt.
         """
         assert self._open_step is not None
-        suspicion, self._open_step = self._open_step, None
-        suspicion = replace(suspicion, expected=_SAME_AFTER)
+        opened, self._open_step = self._open_step, None
+        tells = after_step and opened.tells
         conclude = functools.partial(
-            Guard._conclude_step, suspicion=suspicion, made_elsewhere=made_elsewhere
+            Guard._conclude_step,
+            suspicion=replace(opened.suspicion, expected=_SAME_AFTER),
+            made_elsewhere=after_step and not opened.tells,
         )
         is_over = verdict.are_all_here or tells
         # If no synchronised backward has come since the last step like this, it is not
@@ -466,20 +463,8 @@ class Guard:
         if has_others or not is_comparable:
             return
         if self.comparison.can_ask:
-            suspicion = Suspicion(
-                f"{self._steps.describe_left_out()} on this rank since a backward "
-                "brought averages, and the replicas differ now: other ranks have made "
-                "a step, or parameters were changed by hand on some ranks only.",
-                names=self.reducer.names,
-                expected="the same parameters on all ranks",
-                remedy="if an exception after backward() was caught, leave out the "
-                "step on all ranks alike; and change parameters by hand on all ranks "
-                "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
-                "rank 0's parameters, buffers and optimizer state, then zero_grad()",
-            )
-            conclude = functools.partial(Guard._conclude_skipped, suspicion=suspicion)
-            asks = _AskInBackward(self, conclude, Guard._is_skip_suspicious)
-            _add_once(self.reducer, asks)
+            conclude, is_needed = Guard._conclude_skipped, Guard._is_skip_suspicious
+            _add_once(self.reducer, _AskInBackward(self, conclude, is_needed))
 
     def _compare_after_local_steps(self) -> None:
         """Let the replicas be compared in the step that begins, after local training.
@@ -496,7 +481,7 @@ class Guard:
         """Return whether a step is still left out, and it is time to ask about it."""
         return self._steps.is_one_left_out and self._skip_trust.is_due()
 
-    def _conclude_skipped(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
+    def _conclude_skipped(self, verdict: Verdict) -> None:
         """Complain of a step that was left out, if the comparison is a proof.
 
         If all ranks have left it out, that is not why they differ. Then the comparison
@@ -506,9 +491,22 @@ class Guard:
             if self.replica_check is not None:
                 self.replica_check.compare_soon()
         elif verdict.is_proof:
+            suspicion = Suspicion(
+                f"{self._steps.describe_left_out()} on this rank since a backward "
+                "brought averages, and the replicas differ now: other ranks have made "
+                "a step, or parameters were changed by hand on some ranks only.",
+                names=self.reducer.names,
+                expected="the same parameters on all ranks",
+                remedy="if an exception after backward() was caught, leave out the "
+                "step on all ranks alike; and change parameters by hand on all ranks "
+                "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
+                "rank 0's parameters, buffers and optimizer state, then zero_grad()",
+            )
             self._conclude(verdict, suspicion=suspicion)
         else:
-            self._skip_trust.note(is_decided=verdict.are_all_here)
+            # A loop without any optimizer, as in a benchmark, soon costs nothing.
+            is_usual = not self._steps.has_any
+            self._skip_trust.note(is_decided=verdict.are_all_here, is_usual=is_usual)
 
     def _conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
         text = suspicion.to_text(self.reducer.rank, verdict.describe("parameters"))
@@ -633,6 +631,7 @@ class Guard:
             if isinstance(each, waiting):
                 observers.remove(each)
         self._change, self._open_step, self._own_step = None, None, None
+        self._was_made_elsewhere = False
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
         self._steps.reset()
         self._joined, self._same_joined, self._same_cast = {}, {}, None
@@ -803,6 +802,15 @@ def _add_once(reducer: Reducer, observer: Observer) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class _OpenStep:
+    """A suspicious step that only the parameters can judge, when it has been made."""
+
+    suspicion: Suspicion
+    is_asked_after: bool  # right after the step; otherwise in the next forward
+    tells: bool = False  # with a warning, if nobody answers then
+
+
 class _Outcome(Enum):
     """What becomes of a suspicion after the ranks were compared."""
 
@@ -833,13 +841,15 @@ class _Trust:
             return False
         return True
 
-    def note(self, *, is_decided: bool) -> None:
+    def note(self, *, is_decided: bool, is_usual: bool = False) -> None:
         """Count a comparison, so that the next ones become rarer.
 
         Args:
             is_decided: Whether all ranks came to it.
+            is_usual: Whether there are no early comparisons, because such a change is
+                seldom a mistake.
         """
-        if is_decided and self._num_early:
+        if is_decided and self._num_early and not is_usual:
             self._num_early -= 1
             return
         self._interval = min(self._interval * (2 if is_decided else 8), 64)

@@ -8,12 +8,12 @@ has the checksums, `rounding` the differences that are only rounding.
 """
 
 from . import optimizers, parameters, standing, verify
-from .digest import digest_of, sum_of_bits
+from .digest import SMALL_BYTES, digest_of, sum_of_bits
 from .drift import Doubts, ReplicaCheck
 from .parameters import DETOUR, Replica, check_data, check_writable, examine
 from .rounding import are_close_on_all_ranks
 
-__all__ = ["DETOUR", "Doubts", "Replica", "ReplicaCheck", "check_data"]
+__all__ = ["DETOUR", "SMALL_BYTES", "Doubts", "Replica", "ReplicaCheck", "check_data"]
 __all__ += [
     "are_close_on_all_ranks",
     "check_writable",
