@@ -70,7 +70,7 @@ class Steps:
         As long as no optimizer has ever stepped, this is true after any averages.
         """
         return self._has_averages and (
-            not self._before <= self._since or not self.has_any
+            not self.has_any or not self._before <= self._since
         )
 
     def describe_left_out(self) -> str:

@@ -453,7 +453,7 @@ class Guard:
         and they are asked more and more rarely.
         """
         check, doubts = self.replica_check, self.doubts
-        if not self._steps.is_one_left_out:
+        if not self._steps.is_one_left_out or not self._skip_trust.is_due():
             return
         # Replicas that are not equal before their step are not comparable here.
         # Without a check the user compares nothing: replicas may be meant to differ.
@@ -478,8 +478,8 @@ class Guard:
             check.meet_after_local_steps()
 
     def _is_skip_suspicious(self) -> bool:
-        """Return whether a step is still left out, and it is time to ask about it."""
-        return self._steps.is_one_left_out and self._skip_trust.is_due()
+        """Return whether a step is still left out when the backward begins."""
+        return self._steps.is_one_left_out
 
     def _conclude_skipped(self, verdict: Verdict) -> None:
         """Complain of a step that was left out, if the comparison is a proof.
@@ -504,8 +504,8 @@ class Guard:
             )
             self._conclude(verdict, suspicion=suspicion)
         else:
-            # A loop without any optimizer, as in a benchmark, soon costs nothing.
-            is_usual = not self._steps.has_any
+            # No rank has an optimizer, as in a benchmark: that soon costs nothing.
+            is_usual = verdict.have_all_asked and not self._steps.has_any
             self._skip_trust.note(is_decided=verdict.are_all_here, is_usual=is_usual)
 
     def _conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:

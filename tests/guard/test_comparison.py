@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -380,6 +381,52 @@ def test_a_rank_that_never_steps_is_not_sent_the_steps_of_others(ctx, num_sent):
 
     assert "No optimizer has stepped on this rank" in message_of(train)
     assert len(done) == num_sent + 1
+
+
+@on_ranks(2)
+def test_a_loop_without_an_optimizer_is_compared_rarely(ctx):
+    """As in a benchmark of forward and backward: all ranks doubt that they step."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    with patch.object(comparison, "_digest", wraps=comparison._digest) as digest:
+        for _ in range(40):
+            ddp(X).backward()
+    assert 1 <= digest.call_count <= 6
+
+
+class MayRaise(torch.optim.SGD):
+    raises = False
+
+    def step(self, closure=None):
+        if self.raises:
+            raise RuntimeError("boo")
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_a_step_that_raises_leaves_nothing_to_be_judged(ctx):
+    """It was to be compared when made, as it applied a parameter of one rank alone."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    optimizer = MayRaise(ddp.parameters(), lr=0.1)
+
+    def train():
+        optimizer.zero_grad()
+        ddp(X).backward()
+        optimizer.step()
+
+    train()
+    if ctx.rank == 1:
+        ddp.module.late = torch.nn.Parameter(torch.ones(1))
+        optimizer.add_param_group({"params": [ddp.module.late]})
+        optimizer.raises = True
+        assert "boo" in message_of(train)
+        del ddp.module.late, optimizer.param_groups[1:]
+        optimizer.raises = False
+    else:
+        train()
+    ddp.reset(copy_from=0)
+    for _ in range(3):
+        train()
+    return values(ddp)
 
 
 @on_ranks(2)
