@@ -1,6 +1,6 @@
 """minidp: data-parallel gradient synchronisation on top of torch.distributed.
 
-Public names; ``help(minidp.DataParallel)`` and so on say more::
+These are the public names. ``help(minidp.DataParallel)`` says more about one of them:
 
     DataParallel    wrap a module: drop-in for torch's DistributedDataParallel
     attach          synchronise a module without a wrapper; gives an Attachment
@@ -17,8 +17,8 @@ Public names; ``help(minidp.DataParallel)`` and so on say more::
                     NonFiniteGradientError, ReducerFailedError, ReplicaMismatchError,
                     UnavailableError, UnfinishedReductionError, UnsyncedGradientsError
 
-The house, from what a user starts down to what everybody stands on. A folder is a room:
-its ``__init__.py`` says what it is for, in which order to read it, what others use::
+These are its parts, from what a user starts down to what everybody stands on. The
+``__init__.py`` of a folder says what it is for and in which order to read it:
 
     tune            minidp tune: a file with the best bucket layout
     run/            minidp run: an unmodified script, on minidp

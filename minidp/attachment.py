@@ -3,7 +3,7 @@
 A call of the model must reach a hidden `DataParallel`, although the model keeps its
 type. Torch has an attribute for the result of ``Module.compile()``, which a call of the
 module goes through, and which torch leaves out of copies and pickles. The `Detour` is
-put there::
+put there:
 
     model(x) -> Detour -> DataParallel.forward: checks, module buffers, rebuild
                               |- Detour, which now calls the model's own forward
@@ -34,7 +34,7 @@ def attach(model: nn.Module, **options: Any) -> Attachment:
     All ranks must call this together. The model keeps its type, its attributes, and its
     ``state_dict()`` keys. Copies (``deepcopy``, pickle, ``torch.save(model)``) are
     plain models that synchronise nothing. Gradients have the same bits, and the same
-    checks, as with `DataParallel`::
+    checks, as with `DataParallel`:
 
         handle = minidp.attach(model)            # on all ranks
         for x, y in batches:

@@ -1,12 +1,10 @@
 """Comm hooks: other ways to average buckets. They are short, to be copied and changed.
 
-::
-
     ddp.register_comm_hook(None, comm_hooks.row_major(my_hook))
 
 A comm hook gets a full bucket with this rank's own gradients, *not divided*, and
 returns a future of their averages. It is called in the same order on all ranks. One
-rule is yours to keep::
+rule is yours to keep:
 
     Collectives of one group must start in the same order on every rank.
 
@@ -15,7 +13,7 @@ is done. On Gloo that is in a different order on every rank, so that with two bu
 flight the ranks would mix them up. `one_at_a_time` makes such hooks safe.
 
 These are the bytes that a rank sends for a bucket of N elements, on n ranks, if
-collectives run in a ring::
+collectives run in a ring:
 
     all_reduce_hook, fp32           8 N (n-1)/n
     fp16_, bf16_compress_hook       4 N (n-1)/n
@@ -159,7 +157,7 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     that are neither float32 nor float64 are averaged by `all_reduce_hook`.
 
     The all-gather cannot start in a callback (the head of this module says why). It
-    starts when the hook is called for the next bucket, after that bucket's all-to-all::
+    starts when the hook is called for the next bucket, after that bucket's all-to-all:
 
         hook called for    bucket 0   bucket 1        bucket 2 (last)
         starts             all-to-all all-to-all      all-to-all
@@ -273,7 +271,7 @@ def int8_error_feedback_hook(
 ) -> Future[torch.Tensor]:
     """Average gradients rounded to 8 bits, and add their errors to the next ones.
 
-    These are computed for each block::
+    These are computed for each block:
 
         v = g + residual        scale = max|v| / 127
         q = round(v / scale)    residual = v - scale * q

@@ -54,8 +54,6 @@ def record(
 ) -> Recording:
     """Return a `Recording` that records the model's steps while its block runs.
 
-    ::
-
         with minidp.record(model) as rec:
             for x, y in batches:
                 ...                      # train as usual

@@ -101,8 +101,6 @@ def swap() -> None:
 def swapped() -> Iterator[None]:
     """Replace ``DistributedDataParallel`` by `minidp.DataParallel` inside the block.
 
-    ::
-
         with minidp.swapped():
             from torch.nn.parallel import DistributedDataParallel as DDP
             model = DDP(Net())           # a minidp.DataParallel

@@ -5,7 +5,7 @@ few samples, and each rank normalises differently. This layer merges the statist
 all ranks, so that the result is that of one large batch. Torch has such a layer for
 accelerators only.
 
-A training step on two ranks costs one all-gather and one all-reduce::
+A training step on two ranks costs one all-gather and one all-reduce:
 
     forward                                    backward
     rank 0  x0 -> count, mean, M2 --.          dy0, x0 -> sums --.

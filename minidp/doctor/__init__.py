@@ -1,6 +1,6 @@
 """Find what is wrong with a machine, a job or a training script (``minidp doctor``).
 
-As a command, for the machine and the job; in a script, for model, loader, training::
+It is a command for the machine and the job, and in a script it checks model and loader:
 
     torchrun --nproc-per-node 2 -m minidp.doctor
 

@@ -47,7 +47,7 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
     """Name, in the log of rank 0, a rank that makes the others wait.
 
     Call this once, on all ranks. It goes on as long as the model lives, or until
-    `SpeedWatch.stop`::
+    `SpeedWatch.stop`:
 
         speed = minidp.watch_speed(model)
         ...                                       # train as usual

