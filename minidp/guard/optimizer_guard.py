@@ -184,7 +184,7 @@ class Guard:
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
             if is_ours and in_closure:  # the closure may call the model once more
-                self._steps.note(optimizer)
+                self._expect_steps_of(optimizer)
         elif is_ours and acts.unsynced:
             self.doubts.was_local = True
         if (acts.versions or acts.bypassed is not None) and step.held:
@@ -292,12 +292,16 @@ class Guard:
         """Count a step of our parameters that has ended, outside no_sync()."""
         if self._stepping == id(optimizer):
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
-            if not self._steps.has_any:  # training begins
-                self._skip_trust = _Trust()
-            self._steps.note(optimizer)
+            self._expect_steps_of(optimizer)
             self._stepping = 0
             if self.replica_check is not None:
                 self.replica_check.has_optimizer = True
+
+    def _expect_steps_of(self, optimizer: Optimizer) -> None:
+        """Note a step, so that one that is left out later is suspicious."""
+        if not self._steps.has_any:  # training begins
+            self._skip_trust = _Trust()
+        self._steps.note(optimizer)
 
     def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
         """Send ``event`` to recorders, if the optimizer holds parameters of ours."""
