@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     add("--jobs", type=int, default=2, help="tests at a time")
     add("--timeout", type=float, default=120.0, help="seconds for each test")
     add("--slow", action="store_true", help="slow tests, too")
-    add("--details", action="store_true", help="show why tests failed")
+    add("--details", action="store_true", help="show why every test failed")
     add("--record", action="store_true", help="write this torch's baseline anew")
     options = parser.parse_args(arguments)
     if options.record and options.implementation != "torch":
@@ -81,11 +81,18 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     exceptions = {} if options.implementation == "torch" else lists.read_exceptions()
     outcomes = run_all(selected, options.implementation, options.timeout, options.jobs)
     counts: Counter[str] = Counter()
+    unexpected = []
     for number, outcome in enumerate(outcomes, 1):
         progress = f"[{number}/{len(selected)}]"
-        counts[_print(outcome, exceptions, progress)] += 1
+        verdict = _print(outcome, exceptions, progress)
+        counts[verdict] += 1
         if options.details and outcome.details:
             print(outcome.details)
+        elif verdict == "FAILED":
+            unexpected.append(outcome)
+    # Last, because logs of continuous integration are often cut at their beginning.
+    for outcome in unexpected:
+        print(f"\n{outcome.name} failed:\n{outcome.details}")
     if (recorded := lists.baseline_version()) != torch.__version__:
         print(f"{lists.BASELINE.name}: torch {recorded}; this is {torch.__version__}")
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
