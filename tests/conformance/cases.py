@@ -3,7 +3,8 @@
 The tests were written for one GPU per rank. Only where things are placed is changed:
 moves to a GPU do nothing, tensors asked for on a GPU are made on the CPU, streams and
 events of an accelerator do nothing, the constructor's `device_ids` and `output_device`
-are left out, and "needs a GPU" is no reason to skip. No assertion is touched.
+are left out, and "needs a GPU" is no reason to skip. Two waits are added or made longer
+where a busy machine would fail the test. No assertion is touched.
 
 Import this module once, in the process from which ranks are forked: it takes seconds.
 """
@@ -16,6 +17,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_distributed, common_utils
@@ -134,6 +137,21 @@ class _OverRpc(
 # Torch's classes come first: their world sizes are the right ones.
 class UnderDistAutograd(_rpc.DdpUnderDistAutogradTest, _OverRpc):
     """Torch's tests with trainers, a parameter server and a master over RPC."""
+
+    def _do_test(self, *arguments: Any, **options: Any) -> None:
+        # The master calls a trainer as soon as RPC is up, on a thread of its own. If
+        # the trainer has no default group yet, the test fails, also with torch's DDP.
+        new_group = dist.new_group
+
+        @functools.wraps(new_group)
+        def when_there_is_a_default_group(*words: Any, **more: Any) -> Any:
+            end = time.monotonic() + 60
+            while not dist.is_initialized() and time.monotonic() < end:
+                time.sleep(0.01)
+            return new_group(*words, **more)
+
+        with mock.patch.object(dist, "new_group", when_there_is_a_default_group):
+            super()._do_test(*arguments, **options)
 
 
 class ComparedWithDistAutograd(
