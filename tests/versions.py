@@ -46,8 +46,8 @@ def environment(torch: str, python: str, base: str) -> Path:
     made, ready = home / "bin" / "python", home / "ready"
     if not ready.exists():
         subprocess.run([base, "-m", "venv", "--clear", str(home)], check=True)
-        # The machine may pin torch for all of pip's calls.
-        env = {k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"}
+        # The machine may pin torch for all of pip's calls, in a file or a variable.
+        env = os.environ | {"PIP_CONSTRAINT": os.devnull}
         words = ["install", "--quiet", f"torch=={torch}", "-e", f"{ROOT}[test]"]
         subprocess.run([str(made), "-m", "pip", *words], check=True, env=env)
         ready.touch()

@@ -7,7 +7,7 @@ own, and on the function, for calls from a traced graph.
 
 Compiled autograd runs a backward as a compiled function, not as a graph task: it would
 have to leave that function for each of our hooks, and never says when a backward ends.
-So `refuse_compiled` refuses it, where the first of our hooks is captured or called.
+So `compiled_backward` refuses it, where the first of our hooks is captured or called.
 """
 
 from __future__ import annotations
@@ -313,26 +313,27 @@ def _mark(function: Function, callees: _FrameAction) -> Function:
     return function
 
 
-def refuse_compiled(rank: int) -> None:
-    """Refuse a backward that compiled autograd captures or runs.
+def is_compiled_backward() -> bool:
+    """Return whether compiled autograd captures or runs the present backward.
 
-    The hooks of a backward call this: those in C++ are called while the backward is
+    The hooks of a backward ask this: those in C++ are called while the backward is
     captured, those in Python while it runs.
-
-    Raises:
-        GradientError: Compiled autograd has this backward.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is None:
-        return
-    if compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled:
-        raise GradientError(
-            explain(
-                rank,
-                "This backward runs under compiled autograd, where gradients cannot be "
-                "averaged while it computes.",
-                remedy="leave torch._dynamo.config.compiled_autograd at False (without "
-                "it torch.compile compiles the module's backward, too), then call "
-                "reset() on all ranks to go on",
-            )
+    return compiled is not None and (
+        compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled
+    )
+
+
+def compiled_backward(rank: int) -> GradientError:
+    """Return the error that refuses a backward for which `is_compiled_backward`."""
+    return GradientError(
+        explain(
+            rank,
+            "This backward runs under compiled autograd, where gradients cannot be "
+            "averaged while it computes.",
+            remedy="leave torch._dynamo.config.compiled_autograd at False (without "
+            "it torch.compile compiles the module's backward, too), then call "
+            "reset() on all ranks to go on",
         )
+    )

@@ -93,7 +93,7 @@ class BucketQueue:
         """
         self.next = 0
         self._summing.clear()
-        self._untold = [*self.observers]
+        self._untold = [*self.observers.everybody]
         self.skipped = ()
         if shares_reach and (unreached := self.reach_map.unused_everywhere()):
             self.skipped = {
@@ -162,7 +162,7 @@ class BucketQueue:
         the backward (`Observers.backward`).
         """
         self.untouched = untouched
-        observers = tuple(self.observers)
+        observers = self.observers.everybody
         steppers = [observer for observer in observers if observer.uses_grads]
         for observer in observers:
             observer.finishing(applies_grads=bool(steppers))
@@ -257,7 +257,7 @@ class BucketQueue:
         self.skipped = ()
         for each in self.exchanges:
             each.drop()
-        for observer in self.observers:
+        for observer in self.observers.everybody:
             observer.abandon()
 
 

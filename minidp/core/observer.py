@@ -34,7 +34,7 @@ forward begins, and the guard where an optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -133,24 +133,21 @@ class Observers:
         self._set(())
 
     def _set(self, everybody: tuple[Observer, ...]) -> None:
-        self._all = everybody
+        # Replaced, never changed: whoever iterates over it may add or remove one.
+        self.everybody = everybody
         self._timed = [each for each in everybody if each.sees_times]
         self.of_local_grads = [each for each in everybody if each.sees_local_grads]
         self._of_gradients = [each for each in self._timed if each.sees_gradients]
         self.is_timed = bool(self._timed)  # somebody `sees_times`
         self.sees_gradients = bool(self._of_gradients)
 
-    def __iter__(self) -> Iterator[Observer]:
-        """Iterate over the present ones, because a call may add or remove one."""
-        return iter(self._all)
-
     def append(self, observer: Observer, *, first: bool = False) -> None:
         """Add an observer as the last, or the first, one."""
-        self._set((observer, *self._all) if first else (*self._all, observer))
+        self._set((observer, *self.everybody) if first else (*self.everybody, observer))
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer; do nothing if it is not among them."""
-        self._set(tuple(each for each in self._all if each is not observer))
+        self._set(tuple(each for each in self.everybody if each is not observer))
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Tell observers of an event of a bucket or of a gradient.

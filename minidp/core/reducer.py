@@ -196,7 +196,8 @@ class Reducer:
             GradientError: The mode does not expect this gradient, or autograd is
                 compiled.
         """
-        autograd.refuse_compiled(self.rank)
+        if autograd.is_compiled_backward():
+            raise autograd.compiled_backward(self.rank)
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
                 self._note_local(i)
@@ -255,7 +256,7 @@ class Reducer:
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
-        for observer in queue.observers:
+        for observer in queue.observers.everybody:
             observer.begins()
         queue.store.open(first)
         queue.start(shares_reach=expected.shares_reach)
@@ -314,8 +315,8 @@ class Reducer:
 
     @_failing
     def refuse_compiled(self) -> None:
-        """Raise a GradientError under compiled autograd, even if no gradient comes."""
-        autograd.refuse_compiled(self.rank)
+        """Raise the GradientError that says why, and fail as an admitted one does."""
+        raise autograd.compiled_backward(self.rank)
 
     # -- a backward ends ---------------------------------------------------------------
 
@@ -346,7 +347,7 @@ class Reducer:
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
-                for observer in self.queue.observers:
+                for observer in self.queue.observers.everybody:
                     observer.ended_without_gradients()
                 self.queue.observers.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
@@ -566,5 +567,6 @@ def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
     """Call `Reducer.expect_end`, if the reducer still exists: the probe of outputs."""
     reducer = reference()
     if reducer is not None:
-        reducer.refuse_compiled()
+        if autograd.is_compiled_backward():  # even if no gradient comes
+            reducer.refuse_compiled()
         reducer.expect_end()

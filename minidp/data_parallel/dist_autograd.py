@@ -72,9 +72,13 @@ class RpcStore(GradStore):
                 for gradients in ``.grad``. Or the context cannot be told
                 (`_context_of`).
         """
+        if not is_rpc_up():
+            return
         self._context = self._context_of(i)
         self.is_elsewhere = self._context is not None
-        if self.is_elsewhere and any(each.uses_grads for each in self._observers):
+        if self.is_elsewhere and any(
+            each.uses_grads for each in self._observers.everybody
+        ):
             raise self._refusal(
                 "An optimizer steps in the backward, but this is a backward of "
                 "distributed autograd, which leaves no gradients in .grad.",

@@ -295,10 +295,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         return inputs, kwargs
 
     def _before_module(self) -> None:
-        with_grad = torch.is_grad_enabled()
+        with_grad, module = torch.is_grad_enabled(), self.module
         if with_grad:
             self._reducer.queue.observers.enter(StepEvent.FORWARD_BEGIN)
-            self._guard.check_forward(self.module)
+            self._guard.check_forward(module)
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
         reduces = with_grad and self.require_backward_grad_sync
@@ -311,9 +311,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             if rebuilds:
                 self._reducer.rebuild_if_due()
             if broadcasts:
-                self._replication.broadcast_buffers(self.module, root)
+                self._replication.broadcast_buffers(module, root)
             if reduces and not self._join_config.enable:
-                self._replication.compare_if_due(self.module, with_buffers=broadcasts)
+                self._replication.compare_if_due(module, with_buffers=broadcasts)
 
     def _adopt_planted_optimizers(self) -> None:
         named, ignored = self.module.named_parameters(), self.parameters_to_ignore
@@ -488,7 +488,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         of each gradient, as a `minidp.Moment` with its time.
         """
         observers = self._reducer.queue.observers
-        for each in observers:
+        for each in observers.everybody:
             if isinstance(each, Recording):
                 observers.remove(each)
         if recorder is not None:

@@ -145,7 +145,8 @@ class Comparison:
     @property
     def is_needed(self) -> bool:
         """Whether there is another rank that could differ."""
-        return len(self._ranks()) > 1
+        ranks = self.ranks_with_inputs
+        return (self._reducer.communicator.size if ranks is None else len(ranks)) > 1
 
     def _ranks(self) -> frozenset[int]:
         """Return the ranks that train, which in join() are those with inputs left."""
@@ -286,7 +287,7 @@ class Comparison:
         reducer, ledger = self._reducer, self._reducer.ledger
         step, steps = ledger.finalized, ledger.steps
         reduces = reducer.phase.now in (Phase.REDUCING, Phase.FINALIZING)
-        has_stepped = any(each.uses_grads for each in reducer.queue.observers)
+        has_stepped = any(each.uses_grads for each in reducer.queue.observers.everybody)
         is_there = reduces or self._at_forward == (step, steps)
         if not is_there or has_stepped or self._is_asking or not self.is_needed:
             return

@@ -631,7 +631,7 @@ class Guard:
         """Forget what was suspicious, as the ranks are compared soon, or equal now."""
         waiting = (_LookAgain, _AskInBackward)
         observers = self.reducer.queue.observers
-        for each in observers:
+        for each in observers.everybody:
             if isinstance(each, waiting):
                 observers.remove(each)
         self._change, self._open_step, self._own_step = None, None, None
@@ -800,7 +800,7 @@ class _AskInBackward(Observer):
 def _add_once(reducer: Reducer, observer: Observer) -> bool:
     """Register an observer unless one of its class waits, and return whether it did."""
     observers = reducer.queue.observers
-    if any(type(each) is type(observer) for each in observers):
+    if any(type(each) is type(observer) for each in observers.everybody):
         return False
     observers.append(observer)
     return True

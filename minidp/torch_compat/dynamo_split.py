@@ -30,15 +30,16 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     of ``ddp.bucket_bytes_cap``, but not less than 1 MiB. If dynamo's ``optimize_ddp``
     prevents that, there is a warning.
     """
+    module = ddp.module
     is_compiling = callable(get_eval_frame_callback())
-    _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
+    _tell_if_graphs_stay_whole(module, is_compiling=is_compiling)
     active = ddp
     if ddp.bucket_bytes_cap < _FIRST_GRAPH_BYTES:
         active = SimpleNamespace(bucket_bytes_cap=_FIRST_GRAPH_BYTES)
     before = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = active
     try:
-        return _call(ddp.module, inputs, kwargs)
+        return _call(module, inputs, kwargs)
     finally:
         DistributedDataParallel._active_ddp_module = before
 
