@@ -295,14 +295,8 @@ class PendingGrads:
         ]
 
     def resume(self) -> None:
-        """Go on with the entries that `pause` has saved.
-
-        What has not arrived by then will be recorded by the reducer (VIA_REDUCER).
-        """
-        via_reducer = GradState.VIA_REDUCER
-        self.entries[:] = [
-            via_reducer if e is GradState.UNSET else e for e in self._paused
-        ]
+        """Go on with the entries that `pause` has saved."""
+        self.entries[:] = self._paused
 
     # -- a gradient arrives, or does not -----------------------------------------------
 

@@ -1,7 +1,7 @@
 """Answer a rank's questions about the others from what these publish.
 
 There are two questions. An `Inquiry` asks which ranks are missing in a collective that
-takes too long. Its answer is a `Sighting`, and ends up in the error::
+takes too long. Its answer is a `MissingRanks`, and ends up in the error::
 
     Missing: rank 1. Rank 1 runs, but does something else: step 3, between two steps, in
     load_batch (data.py:41); for 14 s nothing has moved there.
@@ -37,7 +37,7 @@ _MAX_TOLD = 8  # how many ranks a report describes
 _MAX_TEXT = 1200  # how many characters of another rank's error a report repeats
 
 
-class Sighting:
+class MissingRanks:
     """Conclude from statuses and alarms which ranks are missing in one collective.
 
     Args:
@@ -186,7 +186,7 @@ class Inquiry(FutureWork):
         if is_over or problem:
             is_known = not is_explained and not problem
             silent = statuses.keys() - running if is_known else ()
-            found = Sighting(channel, self._started, silent)
+            found = MissingRanks(channel, self._started, silent)
             text = found.to_text() if found.absent or not problem else ""
             may_come = found.may_still_come() and not problem
             report = PeerReport(f"{text} {problem}".strip(), may_still_come=may_come)

@@ -20,7 +20,7 @@ from minidp.comm import Communicator, gather_json, post_json
 from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
 from minidp.hang import heartbeat, report
 from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
-from minidp.hang.report import Inquiry, Passed, Sighting
+from minidp.hang.report import Inquiry, MissingRanks, Passed
 from tests.hang.test_world import Stopped
 
 
@@ -61,9 +61,9 @@ SILENT = "does not answer (killed, stopped, or cut off)"
 ONE, TWO = ({"silent": [rank]} for rank in (1, 2))
 
 
-def sighting(names, *, silent=(), **more):
+def missing_ranks(names, *, silent=(), **more):
     statuses = (STATUSES[name] for name in names.split(", "))
-    return Sighting(channel(*statuses, **more), 5, silent)
+    return MissingRanks(channel(*statuses, **more), 5, silent)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def sighting(names, *, silent=(), **more):
     ],
 )
 def test_what_is_said_of_others(names, more, absent, text, may_still_come):
-    found = sighting(names, **more)
+    found = missing_ranks(names, **more)
     told, here = found.to_text(), "step 3, in a backward"
     if absent:
         text = text.replace("AT", f"HERE, in {AT}").replace("HERE", here)
@@ -119,8 +119,8 @@ def test_what_is_said_of_others(names, more, absent, text, may_still_come):
 
 def test_texts_that_might_be_long():
     alarm = Alarm(1, 4, "x" * 5000)
-    assert len(sighting("busy", alarms=[alarm]).to_text()) < 1500
-    many = sighting(", ".join(["busy"] * 100)).to_text()
+    assert len(missing_ranks("busy", alarms=[alarm]).to_text()) < 1500
+    many = missing_ranks(", ".join(["busy"] * 100)).to_text()
     assert many.startswith("Missing: rank 1, 2, 3, ")
     assert many.count("Rank ") == 8
     names = [f"p{i}" for i in range(40)]

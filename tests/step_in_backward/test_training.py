@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from minidp import DataParallel, comm_hooks
 from minidp.errors import MiniDPError, ReducerFailedError
 from tests.support.both import error_of, grads, same, wrapped
+from tests.support.optimized import Breaks
 from tests.support.ranks import as_in_torch, on_ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -255,15 +256,6 @@ def test_sync_gradients_steps_and_no_sync_does_not(ctx):
     assert net.weight.tolist() == [[0.0, 0.0]]
     ddp.sync_gradients()
     assert net.weight.tolist() == [[-1.5, -1.5]]
-
-
-class Breaks(torch.optim.SGD):
-    is_broken = False
-
-    def step(self, closure=None):
-        if self.is_broken:
-            raise ValueError("out of luck")
-        return super().step(closure)
 
 
 @on_ranks(2)

@@ -35,6 +35,17 @@ class Own(torch.optim.Optimizer):
                 param -= group["lr"] * state["m"]
 
 
+class Breaks(torch.optim.SGD):
+    """SGD whose step raises an error while ``is_broken``."""
+
+    is_broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_broken:
+            raise ValueError("out of luck")
+        return super().step(closure)
+
+
 def made(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
