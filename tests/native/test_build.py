@@ -513,7 +513,8 @@ def test_ranks_that_all_start_a_build_build_once(here):
     assert [out for out, _ in said] == ["42\n"] * 3, said
     errors = "".join(err for _, err in said)
     assert errors.count("compiling 1 files") == 1
-    assert errors.count("already built") == 2 or "waiting" not in errors
+    # One that starts late finds the binary, and neither waits nor says anything.
+    assert errors.count("waiting for") <= errors.count("already built") <= 2
 
 
 @needs_compiler
