@@ -335,6 +335,8 @@ class Stage:
         news = str(self.is_changed)
         is_changed = "True" in (self._meet(news) if self._key else [news])
         self.model.reset()
+        # Only the wrong part had to end soon, even on a busy machine.
+        self.model._reducer.communicator.limit = 30.0
         self.group = self.model.process_group
         module = self.model.module
         if is_changed:
