@@ -391,7 +391,7 @@ def why_no_cuda(library: ModuleType | None) -> str:
     """Say why the GPU is not measured; empty when it can be."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    if library is None or not library.has_cuda:
+    if library is None or library.kernels_for != "cuda":
         return "there is no native extension with CUDA kernels"
     return ""
 

@@ -295,5 +295,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::gil_scoped_release no_gil;
     minidp::unflatten(refs(grads), refs(views));
   });
-  module.attr("has_cuda") = minidp::cuda::copy_rows != nullptr;
+  // The type of the devices between which it can copy, besides the CPU.
+  module.attr("kernels_for") = minidp::cuda::copy_rows != nullptr ? "cuda" : "";
 }

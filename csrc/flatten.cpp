@@ -23,7 +23,6 @@ namespace minidp {
 
 namespace cuda {
 CopyRows* copy_rows = nullptr;
-CurrentStream* current_stream = nullptr;
 }  // namespace cuda
 
 namespace {

@@ -1,13 +1,12 @@
 #include "grad_table.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
-
-#include "cuda/copy_rows.h"
 
 namespace minidp {
 namespace {
@@ -131,18 +130,23 @@ void GradTable::fired(size_t i) {
   }
 }
 
+// Every type of device answers through the guard that it has registered with torch.
 void GradTable::note_stream(size_t i) {
-  if (cuda::current_stream != nullptr && params_[i].is_cuda()) {
-    const auto handle = cuda::current_stream(params_[i].device().index());
-    auto& streams = streams_[bucket_of[i]];
-    if (std::find(streams.begin(), streams.end(), handle) == streams.end()) {
-      streams.push_back(handle);
-    }
+  if (params_[i].is_cpu()) {
+    return;
+  }
+  const auto device = params_[i].device();
+  const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& streams = streams_.at(bucket_of[i]);
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+    streams.push_back(stream);
   }
 }
 
-std::vector<int64_t> GradTable::take_streams(size_t bucket) {
-  std::vector<int64_t> taken;
+std::vector<c10::Stream> GradTable::take_streams(size_t bucket) {
+  std::vector<c10::Stream> taken;
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::swap(taken, streams_.at(bucket));
   return taken;
 }

@@ -6,12 +6,13 @@
 // marks mean, and every feature built on them, is Python's business.
 //
 // The GIL does not serialise hooks here: each device has a thread of its own, and on CPU
-// a backward runs on the thread that called it. So what all of them share, the order and
-// the counts, has a lock, which nobody holds while it waits for the GIL; and gradients on
+// a backward runs on the thread that called it. So what all of them share, the order, the
+// counts and the streams, has a lock, which nobody holds while it waits for the GIL; and gradients on
 // CPU that arrive on a second thread are Python's business.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
 
 #include <atomic>
@@ -71,8 +72,8 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   void note_ready(size_t i);
   // Counts parameter i as arrived; returns how many its bucket still lacks.
   int32_t count_down(size_t i);
-  // Handles of the CUDA streams that wrote gradients of a bucket since the last call.
-  std::vector<int64_t> take_streams(size_t bucket);
+  // The streams of a device that wrote gradients of a bucket since the last call.
+  std::vector<c10::Stream> take_streams(size_t bucket);
   // When each hook was last called, and forget it: nanoseconds of the clock that is
   // Python's time.perf_counter_ns on Linux; 0: not since, or not while `is_timed`.
   std::vector<int64_t> take_stamps();
@@ -119,14 +120,14 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   std::vector<Target> targets_;
   std::vector<int64_t> stamps_;  // per parameter
   std::vector<std::vector<size_t>> members_;  // per bucket
-  std::vector<std::vector<int64_t>> streams_;  // per bucket
+  std::vector<std::vector<c10::Stream>> streams_;  // per bucket
   py::tuple marks_;
   py::object on_full_;
   py::object admit_;
   py::object stamper_;  // null: the clock is read here
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;
-  std::mutex mutex_;  // of ready and num_left
+  std::mutex mutex_;  // of ready, num_left and streams_
   std::atomic<std::thread::id> owner_;  // who opened this backward
 };
 

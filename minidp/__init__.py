@@ -46,6 +46,7 @@ These are its parts, from what a user starts down to what everybody stands on. T
     layout/         parameters -> buckets -> slots, as integers
     native/         find, build and load the optional extension in csrc/
     config/         options: validated, frozen, and from outside the script
+    accelerator     streams, events and names of devices other than the CPU
     console         what a person sees: print, fold lines, warn
     trace           events of a backward
     world           the clock and the threads of all that waits for other ranks

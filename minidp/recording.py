@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import accelerator
 from ._version import __version__
 from .attachment import Attachment, attached_to
 from .comm import (
@@ -293,7 +294,7 @@ class Recording:
 def where_of(reducer: Reducer) -> Where:
     """Return who records: rank, machine, versions and settings of a reducer."""
     device, averaging = reducer.queue.specs[0].device, reducer.queue.averaging
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    name = accelerator.name_of(device)
     (rank, size), hook = averaging.seat, averaging.comm_hook
     # The boot id is equal in all containers of a host, which share its clock. Their
     # host names differ.

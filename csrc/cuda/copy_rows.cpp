@@ -46,14 +46,8 @@ void launch_rows(
   });
 }
 
-int64_t current_stream_of(int device) {
-  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-  return reinterpret_cast<int64_t>(stream.stream());
-}
-
 [[maybe_unused]] const bool is_registered = [] {
   copy_rows = launch_rows;
-  current_stream = current_stream_of;
   return true;
 }();
 

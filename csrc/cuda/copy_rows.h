@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <vector>
 
 namespace minidp::cuda {
@@ -18,11 +17,7 @@ using CopyRows = void(
     const std::vector<size_t>& slots,
     double scale);
 
-// The handle of this thread's current stream on a device.
-using CurrentStream = int64_t(int device);
-
 // Null if the extension is linked without cuda/. Set while the extension is loaded.
 extern CopyRows* copy_rows;
-extern CurrentStream* current_stream;
 
 }  // namespace minidp::cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -74,9 +75,9 @@ def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device
 
 def group_timeout(group: ProcessGroup) -> timedelta:
     """Return the timeout of a group's collectives, or 30 minutes if it tells none."""
-    for device_type in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device_type)).options._timeout
-        except (AttributeError, RuntimeError):
-            continue  # the group has no backend for this device
+    with suppress(AttributeError, RuntimeError):  # a group that is written in Python
+        # The CPU comes first: the host can wait for that backend.
+        for device in sorted(group._device_types, key=lambda each: each.type != "cpu"):
+            with suppress(AttributeError, RuntimeError):  # a backend without options
+                return group._get_backend(device).options._timeout
     return timedelta(minutes=30)

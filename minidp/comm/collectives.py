@@ -36,7 +36,8 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     rank starts nothing where the sum is the tensor itself: if it is dense and on the
     CPU, and the group is not written in Python.
     """
-    # On CUDA an all-reduce orders streams; of a sparse tensor it merges equal indices.
+    # On a device an all-reduce orders streams, and of a sparse tensor it merges equal
+    # indices.
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     is_python = type(group) is not ProcessGroup  # `is_python_group`, without its call
     if is_plain and not is_python and group.size() == 1:

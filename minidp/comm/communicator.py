@@ -21,9 +21,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-import torch
-
-from minidp import world
+from minidp import accelerator, world
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .backends import group_timeout, is_mixed, is_timed
@@ -218,7 +216,7 @@ class Communicator:
         self._is_timed = has_limit and is_timed(group)
         # If one may wait on the host, another on a device, their own limit applies.
         is_device = has_limit and not self._is_timed and not is_mixed(group)
-        self._is_on_device = is_device and torch.cuda.is_available()
+        self._is_on_device = is_device and bool(accelerator.kind())
         with self._lock:
             self._on_device.clear()
 

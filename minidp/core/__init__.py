@@ -14,7 +14,7 @@ parameters to buckets::
     item_counts     averages over items, not over ranks: an observer that lives here
     grad_store      gradients that a backward keeps elsewhere than in ``.grad``
     entries       * what is recorded of each gradient
-    kernels       * the arithmetic of copies; CUDA streams
+    kernels       * the arithmetic of copies; which memory is the bucket's
     averaging     * by what to divide; the comm hook; item counts; shared memory
     bucket        * the steps of a bucket: flatten, launch, wait, copy out
     dense_bucket  * copy gradients into one flat buffer and back; gradients as views

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from minidp import comm
+from minidp import accelerator, comm
 from minidp.config import ReducerConfig
 from minidp.errors import InternalError
 from minidp.hooks import GradBucket
@@ -33,7 +33,6 @@ from minidp.layout import BucketPlan
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment, is_profiling, label
 
-from . import kernels
 from .averaging import Averaging, DivideFactors
 from .entries import Entry
 from .observer import Observers
@@ -104,8 +103,8 @@ class Bucket(ABC):
         self.native: Any | None = None  # the extension's copies, where it has them
         self.copied_by_hook: list[int] = []  # slots that native hooks fill
         self.state = BucketState.FILLING
-        is_cuda = plan.device.type == "cuda"
-        self.streams = kernels.BucketStreams(plan.device) if is_cuda else None
+        has_streams = accelerator.has_streams(plan.device)
+        self.streams = accelerator.BucketStreams(plan.device) if has_streams else None
         self.communicator = communicator
         self.config = config
         self.observers = observers
@@ -128,7 +127,7 @@ class Bucket(ABC):
     ) -> None:
         """Bring every gradient into the payload, divided, and enter FULL.
 
-        On CUDA the current stream waits for those that have written the gradients.
+        On a device the current stream waits for those that have written the gradients.
 
         Args:
             entries: For each slot a gradient, None (which contributes zeros) or COPIED.
@@ -191,7 +190,7 @@ class Bucket(ABC):
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Return a context on the CUDA stream that has filled the payload, if any."""
+        """Return a context on the stream that has filled the payload, if any."""
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
     @_traced("wait")

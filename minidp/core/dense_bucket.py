@@ -24,7 +24,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from minidp import comm
+from minidp import accelerator, comm
 from minidp.config import ReducerConfig
 from minidp.errors import misfit
 from minidp.layout import BucketPlan
@@ -60,7 +60,7 @@ class DenseBucket(Bucket):
         self._memory: kernels.Memory | None = None
         if not self._is_lazy:
             self._allocate()
-            # On CUDA one kernel copies all gradients when the bucket is full.
+            # On a device one kernel copies all gradients when the bucket is full.
             if self.native is not None and self._values.is_cpu:
                 self.copied_by_hook = [*range(len(self.params))]
         self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
@@ -109,8 +109,8 @@ class DenseBucket(Bucket):
 
     def _release(self) -> None:
         """Let go of the buffer, so that only gradients that are views keep it alive."""
-        if self.payload.is_cuda:  # another stream than the present one may have made it
-            self.payload.record_stream(torch.cuda.current_stream(self.plan.device))
+        if self.streams is not None:  # another stream than this one may have made it
+            accelerator.use_here(self.payload)
         self._memory = self.native = None
         self.views = []
         del self.payload, self._values, self._copy_plan

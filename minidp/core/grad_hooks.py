@@ -38,11 +38,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from minidp import native
+from minidp.accelerator import current_stream, has_streams
+
 from .autograd import untraced
 from .bucket import Bucket
 from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived, is_copied_at_once
-from .kernels import extension_for, raw_stream
 
 GradHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 
@@ -115,16 +117,16 @@ def _admits(reducer: Owner, i: int) -> bool:
 def _noting_stream(
     params: Sequence[Tensor], pending: PendingGrads, hook: GradHook
 ) -> GradHook:
-    """Return a hook that notes its CUDA stream, and then does what ``hook`` does.
+    """Return a hook that notes its stream, and then does what ``hook`` does.
 
     The stream that flattens the bucket later has to wait for it.
     """
     written_on, bucket_of = pending.written_on, pending.bucket_of
-    devices = [param.device.index for param in params]
+    devices = [param.device for param in params]
 
     @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
-        written_on[bucket_of[i]].add(raw_stream(devices[i]))
+        written_on[bucket_of[i]].add(current_stream(devices[i]))
         hook(i, grad_inputs, grad_outputs)
 
     return grad_hook
@@ -180,15 +182,15 @@ class GradTable:
 
 
 def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
-    """Return the extension's `GradTable`, or None if no extension fits these tensors.
+    """Return the extension's `GradTable`, or None if the extension is not loaded.
 
-    All of its entries are CLOSED.
+    It serves tensors of all devices. All of its entries are CLOSED.
 
     Args:
         params: The parameters.
         reducer: A weak proxy of the reducer, which the table asks (`Reducer.admit`).
     """
-    library = extension_for(params)
+    library = native.library()
     if library is None:
         return None
 
@@ -226,7 +228,7 @@ class PendingGrads:
     def __init__(self, params: Sequence[Tensor], reducer: Owner) -> None:
         self.reducer = reducer
         self._params = params
-        self._is_on_cuda = any(param.is_cuda for param in params)
+        self._has_streams = any(map(has_streams, {param.device for param in params}))
         self.native = native_table(params, reducer)
         self.table: GradTable = self.native or GradTable(len(params))
         # Bound once: hooks read these for every gradient.
@@ -235,7 +237,7 @@ class PendingGrads:
         self.bucket_of = self.table.bucket_of
         self.num_left = self.table.num_left
         self.filled: set[int] = set()  # indices that were filled in as missing
-        self.written_on: list[set[int]] = []  # per bucket, raw CUDA streams
+        self.written_on: list[set[Any]] = []  # per bucket, streams of a device
         self._paused: list[Entry] = []  # the entries of a paused backward
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
@@ -246,7 +248,7 @@ class PendingGrads:
                 for k in bucket.copied_by_hook:
                     i = bucket.plan.indices[k]
                     self.native.copy_at_once(i, bucket.native, k)
-        on_cpu: set[int] = set()  # nobody adds to it
+        on_cpu: set[Any] = set()  # nobody adds to it
         self.written_on[:] = [
             on_cpu if bucket.streams is None else bucket.streams.written_on
             for bucket in buckets
@@ -343,8 +345,8 @@ class PendingGrads:
             self.complete(self.bucket_of[i])
 
     def complete(self, number: int) -> None:
-        """Give a full bucket to the reducer, with the CUDA streams of C++ hooks."""
-        if self.native is not None and self._is_on_cuda:
+        """Give a full bucket to the reducer, with the streams of C++ hooks."""
+        if self.native is not None and self._has_streams:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
 
@@ -391,7 +393,7 @@ class GradHooks:
         small, large = _small_hook(params, pending), _large_hook(pending)
         self._hooks = [large if is_copied_at_once(p) else small for p in params]
         for i, param in enumerate(params):
-            if param.is_cuda:
+            if has_streams(param.device):
                 self._hooks[i] = _noting_stream(params, pending, self._hooks[i])
         for i, node in enumerate(self.nodes):
             handle = node.register_hook(MethodType(self._hooks[i], i))
@@ -415,8 +417,8 @@ class GradHooks:
         hooks in C++ copy each gradient at once, so that none is returned.
         """
         if self.native_table is not None:
-            is_cuda = self._params[0].is_cuda
-            return list(self._native_hooks.shared()) if is_cuda else []
+            is_on_cpu = self._params[0].is_cpu
+            return [] if is_on_cpu else list(self._native_hooks.shared())
         if sum(map(len, self._dicts)) == len(self._dicts):  # each node has ours only
             return []
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidp.accelerator import After, Download, use_here
 from minidp.comm import Communicator
 
 from .exchange import Exchange
@@ -40,15 +41,21 @@ class ItemTotals:
 class _Step:
     """What this rank has counted since it last sent its counts."""
 
-    # For each call of `add` the count, the loss, and the event after which both are
-    # computed. A number on a GPU is a float64 tensor.
-    said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
-        default_factory=list
-    )
+    # For each call of `add` the count and the loss. A number on a device is a float64
+    # tensor.
+    said: list[tuple[Tensor | float, Tensor | float]] = field(default_factory=list)
     # Averages on which a backward began: the parameter, its .grad, the version of that,
     # and whether it is not all zeros.
     averages: list[tuple[Tensor, Tensor, int, Tensor]] = field(default_factory=list)
+    # When the tensors in `said` and `averages` are computed, on the streams that do it.
+    moments: list[After] = field(default_factory=list)
     forwards: int = 0  # in grad mode
+
+    def note_average(self, param: Tensor, grad: Tensor) -> None:
+        """Note that a ``.grad`` holds an average now, unless it is all zeros."""
+        self.averages.append((param, grad, grad._version, grad.detach().any()))
+        if not grad.is_cpu:
+            self.moments.append(After(grad.device))
 
     def is_stale(self) -> Tensor | bool:
         """Return whether a ``.grad`` with averages was changed since `look`.
@@ -61,7 +68,10 @@ class _Step:
             for param, grad, version, is_average in self.averages
             if param.grad is not grad or grad._version != version
         ]
-        return torch.stack(found).any() if found else False
+        if not found:
+            return False
+        device = found[0].device  # a module may be on several
+        return torch.stack([each.to(device) for each in found]).any()
 
     @property
     def flags(self) -> int:
@@ -111,7 +121,7 @@ class ItemCounts(Observer):
         # What the ranks said for the last reduction: a float64 tensor of the shape
         # (ranks, 3), on the device.
         self._facts: Tensor | None = None
-        self._late: tuple[Tensor, torch.cuda.Event] | None = None  # see `check`
+        self._late: Download | None = None  # see `check`
         # The id of a graph task, and whether all its losses are for 0 items: a tensor
         # on a device.
         self._weighed: tuple[int, Tensor] | None = None
@@ -146,12 +156,9 @@ class ItemCounts(Observer):
             told = torch.where(n == 0, 0.0, math.nan)
         else:
             told = math.nan if n else 0.0
-        event = None
-        for each in (n, told):
-            if isinstance(each, Tensor) and each.is_cuda:
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(each.device))
-        self._step.said.append((n, told, event))
+        devices = {each.device for each in (n, told) if isinstance(each, Tensor)}
+        self._step.moments += map(After, devices)
+        self._step.said.append((n, told))
 
     def note_forward(self) -> None:
         """Count a forward in grad mode; `flags` compares it with the calls of `add`."""
@@ -170,8 +177,7 @@ class ItemCounts(Observer):
             self.holds_averages = False
             for param in sorted(self._sampled(), key=Tensor.numel)[:3]:
                 if (grad := param.grad) is not None and grad.layout is torch.strided:
-                    found = param, grad, grad._version, grad.detach().any()
-                    self._step.averages.append(found)
+                    self._step.note_average(param, grad)
 
     def note_weighed(self, task: int, is_zero: Tensor) -> None:
         """Note that a backward has begun on a loss that was weighed by a count.
@@ -201,6 +207,7 @@ class ItemCounts(Observer):
         if self._weighed is None or self._weighed[0] != task:
             return None
         is_zero = self._weighed[1]
+        use_here(is_zero)  # a forward on another stream may have made it
         return tuple(
             grad.masked_fill(is_zero.to(grad.device), 0) if grad is not None else None
             for grad in grads
@@ -210,7 +217,7 @@ class ItemCounts(Observer):
     def aside(self) -> Iterator[None]:
         """Return a context in which this rank has 0 items; its own stay for later."""
         mine = self._step, self.holds_averages
-        self._step = _Step([(0.0, 0.0, None)])
+        self._step = _Step([(0.0, 0.0)])
         try:
             yield
         finally:
@@ -231,27 +238,32 @@ class ItemCounts(Observer):
 
     def _write(self, step: _Step, row: Tensor) -> None:
         """Write this rank's flags, count and loss to its row of the message."""
-        counts = [count for count, _, _ in step.said]
-        losses = [loss for _, loss, _ in step.said]
-        if row.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
+        counts = [count for count, _ in step.said]
+        losses = [loss for _, loss in step.said]
+        if row.is_cpu:
+            for moment in step.moments:  # a module on the CPU, a count on a device
+                moment.wait()
             flags = step.flags + STALE * bool(step.is_stale())
-            said = [flags, sum(counts), sum(losses)]
+            said = [flags, sum(map(float, counts)), sum(map(float, losses))]
             row.copy_(torch.tensor(said, dtype=torch.float64, device="cpu"))
             return
-        for _, _, event in step.said:
-            if event is not None:
-                torch.cuda.current_stream(row.device).wait_event(event)
-        is_stale = torch.as_tensor(step.is_stale(), device=row.device).to(row)
-        row[_FLAGS] = is_stale * STALE + step.flags
+        for moment in step.moments:
+            moment.hold_back()
+        # From here on this stream reads what others have computed.
+        use_here(*counts, *losses, *(is_average for *_, is_average in step.averages))
+        is_stale = step.is_stale()
+        row[_FLAGS] = step.flags
+        if isinstance(is_stale, Tensor):
+            row[_FLAGS] += is_stale.to(row, non_blocking=True) * STALE
         row[_COUNT] = total(counts, row.device)
         row[_LOSS] = total(losses, row.device)
 
     def finishing(self, *, applies_grads: bool) -> None:
         """Wait for all ranks' counts, and set the scale that makes means of sums.
 
-        From now on `add` counts again. On CUDA the scale is a tensor, and the host does
-        not wait, so that only `check` can raise. With ``applies_grads`` that would be
-        too late, and it is called here.
+        From now on `add` counts again. On a device the scale is a tensor, and the host
+        does not wait, so that only `check` can raise. With ``applies_grads`` that would
+        be too late, and it is called here.
 
         Raises:
             ItemCountError: As `refuse_counts` says.
@@ -263,11 +275,7 @@ class ItemCounts(Observer):
             refuse_counts(self._communicator.rank, rows)
             self.scale = self.divisor / sum([row[_COUNT] for row in rows])
             return
-        copied = torch.empty_like(facts, device="cpu", pin_memory=True)
-        copied.copy_(facts, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(facts.device))
-        self._late = copied, event
+        self._late = Download(facts)
         self.scale = torch.reciprocal(facts[:, _COUNT].sum()) * self.divisor
         if applies_grads:
             self.check()
@@ -281,7 +289,7 @@ class ItemCounts(Observer):
         return ItemTotals(count, facts[:, _LOSS].sum() / count, facts[:, _COUNT])
 
     def check(self) -> None:
-        """Wait for the last backward's counts on CUDA, and raise if they give no mean.
+        """Wait for the last backward's counts on a device; raise if they give no mean.
 
         On the CPU `finishing` has done that, and there is nothing left to do. The same
         is true of a second call.
@@ -291,8 +299,7 @@ class ItemCounts(Observer):
         """
         late, self._late = self._late, None
         if late is not None:
-            late[1].synchronize()
-            refuse_counts(self._communicator.rank, late[0].tolist())
+            refuse_counts(self._communicator.rank, late.wait().tolist())
 
     def abandon(self) -> None:
         """Forget what was counted and sent, but keep `totals`."""

@@ -1,18 +1,13 @@
-"""Copy gradients to a bucket's buffer, and order CUDA streams around the copies.
+"""Copy gradients to a bucket's buffer, and know which of them lie in it already.
 
 The arithmetic is torch's: a fresh gradient is *multiplied by the reciprocal* of the
 divisor, one that is its bucket view is *truly divided*. On CPU the results differ in
 the last bit if the divisor is no power of two. The native kernels give the same bits.
-
-A grad hook runs on the stream of the parameter's forward, so that several streams may
-write one bucket. The stream that flattens the bucket waits for all of them, and the
-collective is launched from it, too, maybe by another device's autograd thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -183,10 +178,11 @@ class Memory:
 
 
 def extension_for(tensors: Iterable[Tensor]) -> Any | None:
-    """Return the native extension if it can serve all of these tensors, else None.
+    """Return the native extension if it can copy all of these tensors, else None.
 
-    It serves tensors on the CPU, and CUDA tensors only with MINIDP_NATIVE=1 and if it
-    was built with CUDA. The first call of the process loads it.
+    It copies between tensors on the CPU, and on a device for which it has a kernel (see
+    ``csrc/README.md``), but there only with MINIDP_NATIVE=1. The first call of the
+    process loads it.
 
     Raises:
         NativeError: MINIDP_NATIVE=1, and the extension cannot be loaded.
@@ -194,60 +190,9 @@ def extension_for(tensors: Iterable[Tensor]) -> Any | None:
     library = native.library()
     if library is None:
         return None
-    devices = {tensor.device.type for tensor in tensors}
-    if devices <= {"cpu"}:
+    devices = {tensor.device.type for tensor in tensors} - {"cpu"}
+    if not devices:
         return library
-    # No test has run the CUDA kernels yet: only for users who ask for them by name.
-    is_asked_for = native.status().mode == "1" and library.has_cuda
-    return library if is_asked_for and devices <= {"cpu", "cuda"} else None
-
-
-# -- CUDA streams ----------------------------------------------------------------------
-
-
-def raw_stream(device_index: int) -> int:
-    """Return the handle of the CUDA stream that is current on this thread."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
-
-
-class BucketStreams:
-    """The CUDA streams that write one bucket, and the one that launches it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.written_on: set[int] = set()  # filled by the grad hooks
-        self._flattened_on: torch.cuda.Stream | None = None
-
-    def gather(self, grads: Iterable[object]) -> None:
-        """Let the current stream flatten the bucket, after all that has written to it.
-
-        It waits for the streams in `written_on`, which is empty afterwards. `launching`
-        will select it again.
-
-        Args:
-            grads: What was recorded for each slot. Gradients of another stream are
-                marked as used by this one (``record_stream``), so that the allocator
-                does not reuse their memory too early.
-        """
-        current = torch.cuda.current_stream(self._device)
-        others = self.written_on - {current.cuda_stream}
-        for handle in others:
-            # Torch would make a new stream for handle 0: waiting for that orders
-            # nothing.
-            if handle == 0:
-                current.wait_stream(torch.cuda.default_stream(self._device))
-            else:
-                current.wait_stream(torch.cuda.ExternalStream(handle, self._device))
-        for grad in grads if others else ():
-            if isinstance(grad, Tensor):
-                # A sparse tensor cannot record a stream itself.
-                is_sparse = grad.layout is torch.sparse_coo
-                parts = [grad._indices(), grad._values()] if is_sparse else [grad]
-                for memory in parts:
-                    memory.record_stream(current)
-        self.written_on.clear()
-        self._flattened_on = current
-
-    def launching(self) -> AbstractContextManager[object]:
-        """Return a context on the stream that has flattened the bucket (`gather`)."""
-        return torch.cuda.stream(self._flattened_on)
+    # No test has run the kernels yet: only for users who ask for them by name.
+    is_asked_for = native.status().mode == "1"
+    return library if is_asked_for and devices <= {library.kernels_for} else None

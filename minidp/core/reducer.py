@@ -116,7 +116,7 @@ class Reducer:
         self.pending.adopt(self.queue.buckets)
         self.hooks = GradHooks(self.params, self.pending)
         weakref.finalize(self, _detach, self.hooks, self.pending)
-        # CUDA runs one autograd thread per device; users may run several backwards. The
+        # Autograd has one thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
         # By graph task, the call of `end_now` at its end; dead if the backward raised.

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from minidp.accelerator import upload
 from minidp.comm import Communicator
 
 from .exchange import Exchange
@@ -70,12 +71,7 @@ class UsedMap:
         flags = [0] * self._num_params
         for i in used:
             flags[i] = 1
-        # From pinned memory: otherwise the host waits for the device's queue.
-        is_pinned = self._device.type == "cuda"
-        mine = torch.tensor(
-            flags, dtype=torch.int32, device="cpu", pin_memory=is_pinned
-        )
-        return mine.to(self._device, non_blocking=True)
+        return upload(flags, torch.int32, self._device)
 
     def unused_everywhere(self) -> frozenset[int]:
         """Return the indices of the parameters that no rank used.

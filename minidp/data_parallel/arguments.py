@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import ParamSpec
 
+from minidp import accelerator
 from minidp.comm import (
     ProcessGroup,
     default_first_bucket_bytes,
@@ -259,8 +260,8 @@ def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
 def some_device(module: object) -> torch.device:
     """Return a device on which to send the other ranks the error of a failed check."""
     params = module.parameters() if isinstance(module, nn.Module) else ()
-    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return next((param.device for param in params if not param.is_meta), default)
+    found = (param.device for param in params if not param.is_meta)
+    return next(found, None) or accelerator.default_device()
 
 
 def choose_group(

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from minidp import accelerator
 from minidp.console import positive_seconds, say
 
 from .checks import collectives, environment, network, ranks, variables
@@ -181,7 +182,7 @@ class Examination:
             check = partial(network.check_port, launch, wait)
             run("master port", check, wait + GRACE_SECONDS)
             is_reachable = runner.findings[-1].status is not Status.FAILED
-        has_gpus = torch.cuda.is_available()
+        has_gpus = bool(accelerator.kind())
         run("variables", lambda: variables.judge_variables(env))
         if url := env.get("TORCHFT_LIGHTHOUSE"):
             check = partial(network.check_lighthouse, url)
@@ -285,7 +286,7 @@ class Examination:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self._together("NCCL group", open_nccl)
             index = ranks.index_of_gpu(launch.local_rank)
-            measure("NCCL", torch.device(f"cuda:{index}"))
+            measure("NCCL", accelerator.device(index or 0))
         if not self._is_over:
             runner.attempt(dist.destroy_process_group)
 

@@ -701,11 +701,11 @@ class Guard:
         return i not in self.acts.unsynced
 
     def _check_counts(self) -> None:
-        """Fail the reducer if the last counts of items, on CUDA, give no mean.
+        """Fail the reducer if the last counts of items, on a device, give no mean.
 
-        On CUDA the backward does not wait for its counts, so this does. Then the other
-        ranks are told, too. On the CPU the backward itself has raised already, and
-        without an average over items there are no counts.
+        On a device the backward does not wait for its counts, so this does. Then the
+        other ranks are told, too. On the CPU the backward itself has raised already,
+        and without an average over items there are no counts.
 
         Raises:
             ItemCountError: The counts give no mean.

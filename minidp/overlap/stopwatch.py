@@ -24,13 +24,14 @@ from typing import Any, cast
 
 import torch
 
+from minidp.accelerator import Timer, has_streams
 from minidp.core import BucketQueue, GradHook, GradHooks, Observer, untraced
 from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
 from .timeline import BucketTimes, Span, Step
 
-Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
+Mark = Any  # one read of a clock: nanoseconds, or an event of a device
 # The events that begin and end a span, and the field of `Step` that holds such spans.
 _BEGINS = {
     StepEvent.FORWARD_BEGIN: "forwards",
@@ -59,8 +60,8 @@ class Clock:
         return int(mark)
 
 
-class CudaClock(Clock):
-    """The clock of one CUDA device. A mark is an event on the current stream.
+class DeviceClock(Clock):
+    """The clock of one device. A mark is an event on the current stream.
 
     In a grad hook that is the stream which wrote the gradient. In the callback of a
     future it is one that comes after the collective. `read` does not wait for the
@@ -70,30 +71,20 @@ class CudaClock(Clock):
     params_every = 8  # an event per parameter costs more than a clock read
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._origin = self.read()
-        self._origin.synchronize()
+        self._timer = Timer(device)
         self._origin_ns = time.perf_counter_ns()
-
-    def read(self) -> Mark:
-        """Record an event on the device's current stream, and return it."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        self.read = self._timer.mark
 
     def settle(self) -> None:
         """Wait until the device has finished all work, so that events have times."""
-        torch.cuda.synchronize(self._device)
+        self._timer.settle()
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
         """Convert an event to nanoseconds of the CPU's clock, once it is settled.
 
-        The ``anchor`` is an event near it. It is needed because long intervals between
-        events are rounded.
+        The ``anchor`` is an event near it (`Timer.nanoseconds`).
         """
-        until_anchor: float = self._origin.elapsed_time(anchor)
-        from_anchor: float = anchor.elapsed_time(mark)
-        return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
+        return self._origin_ns + self._timer.nanoseconds(mark, anchor)
 
 
 class HookTiming:
@@ -180,8 +171,8 @@ class Stopwatch(Observer):
         queue: The queue of buckets whose events are recorded.
         hooks: The grad hooks, which are timed in some steps.
         keep: How many steps to keep; the oldest ones are dropped.
-        clock: The clock to read. By default it is a `CudaClock` if all parameters are
-            on one GPU, else a `Clock`.
+        clock: The clock to read. By default it is a `DeviceClock` if all parameters are
+            on one device with streams, else a `Clock`.
         timed_steps: The steps in which each gradient is timed, too, counted from 0 at
             `start`. By default it is one in `Clock.params_every`.
     """
@@ -199,8 +190,8 @@ class Stopwatch(Observer):
     ) -> None:
         self._queue, self._hooks = queue, hooks
         first, *others = {spec.device for spec in queue.specs}
-        is_one_gpu = first.type == "cuda" and not others
-        self._clock = clock or (CudaClock(first) if is_one_gpu else Clock())
+        is_one_device = has_streams(first) and not others
+        self._clock = clock or (DeviceClock(first) if is_one_device else Clock())
         every = range(0, sys.maxsize, self._clock.params_every)
         self._timed_steps = every if timed_steps is None else timed_steps
         self._marks: StepMarks | None = None  # those of the step that runs now
@@ -297,8 +288,8 @@ class Stopwatch(Observer):
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
         """Return the kept steps, oldest first, and the layouts that they refer to.
 
-        A layout holds the parameter indices of each bucket. This waits for the GPU if a
-        `CudaClock` times it.
+        A layout holds the parameter indices of each bucket. This waits for the device
+        if a `DeviceClock` times it.
         """
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}

@@ -84,7 +84,7 @@ def finalize_backward(ddp: Any) -> None:
     """Wait for the gradients of the last synchronised backward, and write the averages.
 
     Call this once for each synchronised backward: after it, or in one of its hooks when
-    all gradients have come. On CUDA the current stream waits.
+    all gradients have come. On a device the current stream waits.
 
     Raises:
         RuntimeError: Manual finalization is not switched on, or not possible; gradients

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import minidp
+from minidp import accelerator
 from minidp.doctor.checks import ranks
 from minidp.doctor.checks.collectives import judge_all_reduce, judge_backends
 from minidp.doctor.checks.environment import (
@@ -214,7 +215,8 @@ def test_variables_that_differ_between_ranks(first, second):
     ({"CUDA_VISIBLE_DEVICES": "3"}, 1, 4, WARNING, "cuda:0"),
 )
 def test_gpus_against_processes(env, gpus, processes):
-    with mock.patch.object(torch.cuda, "device_count", return_value=gpus):
+    found = {"count": lambda: gpus, "kind": lambda: "cuda"}
+    with mock.patch.multiple(accelerator, **found):
         return judge_gpus(env, processes)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from minidp import SyncBatchNorm, doctor
+from minidp import SyncBatchNorm, accelerator, doctor
 from minidp.doctor.checks import loader as loaders
 from minidp.doctor.checks import model as models
 from minidp.doctor.checks import training
@@ -84,7 +84,8 @@ def test_places(*devices):
 )
 def test_the_gpu_of_another_rank(monkeypatch, local_rank, device, num_gpus, statuses):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(accelerator, "count", lambda: num_gpus)
+    monkeypatch.setattr(accelerator, "has_streams", lambda each: each.type != "cpu")
     found = models.judge_own_gpu(torch.device(device))
     assert [finding.status for finding in found] == statuses
 

@@ -19,7 +19,7 @@ from tests.support.pool import Pool
 
 BUILD = """
 from minidp import native
-assert native.library().has_cuda, "it has no CUDA kernels"
+assert native.library().kernels_for == "cuda", "it has no CUDA kernels"
 """
 
 

@@ -15,7 +15,7 @@ DONE = "all kernels have run"
 if __name__ == "__main__":
     kernels = native.library()
     assert kernels is not None
-    assert kernels.has_cuda
+    assert kernels.kernels_for == "cuda"
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         grads = [torch.ones(n, dtype=dtype, device="cuda:0") for n in SIZES]
         buffer = torch.zeros(sum(SIZES), dtype=dtype, device="cuda:0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minidp.core import kernels
+from minidp import accelerator
 from minidp.core.grad_hooks import GradState
 from minidp.overlap import stopwatch as clocks
 from tests.support.fake_cuda import FakeCuda, install
@@ -29,9 +29,9 @@ class Grad(torch.Tensor):
 
 def test_whoever_flattens_comes_after_all_that_wrote(cuda):
     main, first, second = cuda.default_stream(), cuda.Stream(), cuda.Stream()
-    streams, grad = kernels.BucketStreams(DEVICE), torch.zeros(2).as_subclass(Grad)
+    streams, grad = accelerator.BucketStreams(DEVICE), torch.zeros(2).as_subclass(Grad)
     numbers = [stream.work() for stream in (first, second)]
-    streams.written_on |= {first.cuda_stream, second.cuda_stream}
+    streams.written_on |= {first, second}
     streams.gather([grad, None, GradState.COPIED])
     assert main.has_seen(first, numbers[0])
     assert main.has_seen(second, numbers[1])
@@ -42,11 +42,10 @@ def test_whoever_flattens_comes_after_all_that_wrote(cuda):
 
 
 def test_it_launches_where_it_flattened_also_after_the_default_stream(cuda):
-    """Torch makes a new stream of an external handle of 0, the default stream's."""
     main, side = cuda.default_stream(), cuda.Stream()
-    streams = kernels.BucketStreams(DEVICE)
+    streams = accelerator.BucketStreams(DEVICE)
     number = main.work()
-    streams.written_on |= {main.cuda_stream, side.cuda_stream}
+    streams.written_on |= {main, side}
     with cuda.stream(side):
         streams.gather([])
     assert side.has_seen(main, number)
@@ -60,8 +59,8 @@ def test_sparse_gradients_are_kept_by_their_two_tensors(cuda, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, _: recorded.append(self.layout)
     )
-    streams = kernels.BucketStreams(DEVICE)
-    streams.written_on.add(cuda.Stream().cuda_stream)
+    streams = accelerator.BucketStreams(DEVICE)
+    streams.written_on.add(cuda.Stream())
     streams.gather([torch.eye(2).to_sparse()])
     assert recorded == [torch.strided, torch.strided]
 
@@ -70,7 +69,7 @@ def test_sparse_gradients_are_kept_by_their_two_tensors(cuda, monkeypatch):
 
 
 def test_the_clock_of_a_device_does_not_make_the_host_wait(cuda):
-    clock = clocks.CudaClock(DEVICE)
+    clock = clocks.DeviceClock(DEVICE)
     before = cuda.num_waits
     marks = []
     for cuda.now_ms in (1.0, 2.5, 4.0):
@@ -83,7 +82,7 @@ def test_the_clock_of_a_device_does_not_make_the_host_wait(cuda):
 
 
 def test_the_clock_reads_the_stream_that_is_current(cuda):
-    clock, side = clocks.CudaClock(DEVICE), cuda.Stream()
+    clock, side = clocks.DeviceClock(DEVICE), cuda.Stream()
     side.work()
     with cuda.stream(side):
         mark = clock.read()

@@ -8,10 +8,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch.futures import Future
 
-from minidp import CollectiveError, CommHookError, GradientError
+from minidp import CollectiveError, CommHookError, GradientError, accelerator
 from minidp.comm import communicator as module
 from minidp.comm.communicator import (
     Communicator,
@@ -150,7 +149,7 @@ def on_device(make, monkeypatch):
     """Work of `make`'s communicators runs on a device, of which there is none here."""
     monkeypatch.setattr(module, "is_timed", lambda _: False)
     monkeypatch.setattr(module, "is_mixed", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
 
 
 def running():

@@ -27,11 +27,13 @@ MODULES = sorted(
 
 # Rooms and public modules, from the ground up: what each may import from minidp.
 # A room is a folder; others import from its door (`__init__.py`), not from its files.
-TOP = {"errors", "config", "console", "trace", "world", "_version"}  # everybody may
+# Everybody may import these.
+TOP = {"accelerator", "errors", "config", "console", "trace", "world", "_version"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "console": {"errors"},
     "_version": set(),
+    "accelerator": set(),
     "trace": set(),
     "world": set(),
     "config": set(),
@@ -41,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "comm": {"layout"} | TOP,
     "hooks": {"comm", "layout"} | TOP,
     "shared_memory": {"comm", "native"} | TOP,
-    "comm_hooks": {"comm", "hooks"},
+    "comm_hooks": {"accelerator", "comm", "hooks"},
     "core": {"comm", "hooks", "shared_memory", "layout", "native"} | TOP,
     "replica": {"core", "hooks", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
@@ -292,6 +294,59 @@ def test_only_collectives_touch_torch_distributed(module):
 def test_public_names_exist():
     assert len(set(minidp.__all__)) == len(minidp.__all__)
     assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
+
+
+# ------------------------------------------------------------------------ the devices
+
+DEVICE_TYPES = {"cuda", "xpu", "hpu", "npu", "mps", "mtia", "is_cuda", "is_xpu"}
+OF_STREAMS = {
+    *("Stream", "ExternalStream", "current_stream", "default_stream", "set_stream"),
+    *("wait_stream", "wait_event", "record_event", "record_stream", "elapsed_time"),
+    *("get_device_module", "_accelerator_getStream", "synchronize", "is_pinned"),
+}
+BUILDS_KERNELS = {"native/binary"}  # with nvcc, if torch is for CUDA
+
+
+def names_of_devices(tree: ast.Module) -> set[str]:
+    """What names a type of device, or does something with streams or pinned memory."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= DEVICE_TYPES & {node.value.partition(":")[0]}
+        elif isinstance(node, ast.Attribute):
+            found |= (DEVICE_TYPES | OF_STREAMS) & {node.attr}
+            is_event = node.attr == "Event" and ast.unparse(node) != "threading.Event"
+            found |= {"Event"} if is_event else set()
+        elif isinstance(node, ast.keyword):
+            found |= {"pin_memory"} & {node.arg}
+    return found
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"accelerator"}))
+def test_only_accelerator_knows_devices_other_than_the_cpu(module):
+    """So that whatever device torch has is served, and no order of streams is missed.
+
+    Nobody looks for a missing wait in a file that is about something else.
+    """
+    found = names_of_devices(read(module).tree)
+    assert found <= (DEVICE_TYPES if module in BUILDS_KERNELS else set())
+
+
+def test_names_of_devices_are_seen():
+    text = "x.is_cuda; torch.Event(); f(pin_memory=1); d == 'cuda:0'; threading.Event()"
+    assert names_of_devices(ast.parse(text)) == {
+        *("is_cuda", "Event", "pin_memory", "cuda")
+    }
+
+
+def test_csrc_asks_for_streams_of_any_device_and_has_kernels_in_one_folder():
+    csrc = PACKAGE.parent / "csrc"
+    for path in (p for p in csrc.rglob("*") if p.suffix in (".cpp", ".h")):
+        text = path.read_text()
+        if path.parent.name != "cuda":
+            assert "USE_CUDA" not in text
+            assert "c10/cuda" not in text, path.name
+    assert "VirtualGuardImpl" in (csrc / "grad_table.cpp").read_text()
 
 
 # ---------------------------------------------------------------------- the classes

@@ -1,4 +1,4 @@
-"""A stand-in for ``torch.cuda``: streams and events, without a device.
+"""A stand-in for one CUDA device: streams and events, without a device.
 
 It knows the order of things and nothing else. Each stream numbers what is done on it;
 what a stream or an event *has seen* is, by stream handle, how much of that stream's
@@ -8,8 +8,7 @@ work comes before::
     main.wait_stream(side)          main: {7: 1}
     main.work()                     main: {0: 1, 7: 1}
 
-Faithful where torch surprises: the default stream has the handle 0, and an external
-stream of handle 0 is a *new* stream, which has nothing to do with the default one.
+It stands for ``torch.cuda`` in tests, and for what `minidp.accelerator` calls.
 """
 
 from __future__ import annotations
@@ -24,9 +23,11 @@ Seen = Counter[int]  # handle -> how much of its work
 
 
 class FakeEvent:
-    """Stands for a CUDA event: what the recording stream had seen, and when."""
+    """Stands for an event: what the recording stream had seen, and when."""
 
-    def __init__(self, cuda: FakeCuda, *, enable_timing: bool = False) -> None:
+    def __init__(
+        self, cuda: FakeCuda, _device: object = None, *, enable_timing: bool = False
+    ) -> None:
         self._cuda = cuda
         self._enable_timing = enable_timing
         self.seen: Seen | None = None
@@ -57,12 +58,21 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Stands for a CUDA stream, and knows what work comes before what it does next."""
+    """Stands for a stream, and knows what work comes before what it does next."""
 
     def __init__(self, cuda: FakeCuda, handle: int) -> None:
         self._cuda = cuda
         self.cuda_stream = handle
         self.seen = cuda.seen_by[handle]
+        self._outer: list[FakeStream] = []
+
+    def __enter__(self) -> FakeStream:
+        self._outer.append(self._cuda.current_stream())
+        self._cuda.set_stream(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cuda.set_stream(self._outer.pop())
 
     def work(self) -> int:
         """Do a piece of work on the stream; return its number."""
@@ -108,18 +118,20 @@ class FakeCuda:
         self.seen_by[handle] = Seen()
         return FakeStream(self, handle)
 
-    def ExternalStream(self, stream_ptr: int, device: object = None) -> FakeStream:
-        """Return the stream of a handle; for handle 0 a new one, as torch does."""
-        return FakeStream(self, stream_ptr) if stream_ptr else self.Stream()
+    def Event(self, device: object = None, *, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self, device, enable_timing=enable_timing)
 
-    def Event(self, *, enable_timing: bool = False) -> FakeEvent:
-        return FakeEvent(self, enable_timing=enable_timing)
+    def new_event(self, device: object, *, is_timed: bool = False) -> FakeEvent:
+        return self.Event(device, enable_timing=is_timed)
 
     def default_stream(self, device: object = None) -> FakeStream:
         return self._default
 
     def current_stream(self, device: object = None) -> FakeStream:
         return self._current
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._current = stream
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream | None) -> Iterator[None]:
@@ -144,12 +156,18 @@ class FakeCuda:
 
 
 def install(monkeypatch: Any, fake: FakeCuda) -> None:
-    """Replace what minidp and tests use of ``torch.cuda`` by the stand-in."""
+    """Put the stand-in in the place of what minidp and tests call of a device."""
     import torch
 
+    from minidp import accelerator
+
     for name in (
-        *("Stream", "ExternalStream", "Event", "stream"),
+        *("Stream", "Event", "stream"),
         *("default_stream", "current_stream", "synchronize"),
         *("get_sync_debug_mode", "set_sync_debug_mode"),
     ):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    monkeypatch.setattr(accelerator, "new_event", fake.new_event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", fake.synchronize)
+    monkeypatch.setattr(accelerator, "current_stream", fake.current_stream)
+    monkeypatch.setattr(accelerator, "has_streams", lambda device: device.type != "cpu")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from minidp.accelerator import synchronize
 from minidp.comm import (
     Communicator,
 )
@@ -60,10 +61,10 @@ def check_all_reduce(
 
     def measure() -> list[float]:
         value = count * (group.rank() + 1)
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         dist.all_reduce(value, group=group)
-        _synchronize(device)
+        synchronize(device)
         return [time.perf_counter() - begin, float((value != expected).sum())]
 
     def worst(values: list[float]) -> list[float]:
@@ -190,8 +191,3 @@ def _gradients(
     batch = torch.randn(8, 16, generator=generator).to(device)
     module(batch).pow(2).mean().backward()
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

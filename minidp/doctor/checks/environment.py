@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minidp import accelerator
 from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
 from minidp.doctor.words import join
 
@@ -129,13 +130,14 @@ def judge_threads(processes: int) -> Finding:
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
     """Judge whether this host has as many GPUs as processes."""
-    num_gpus = torch.cuda.device_count()
+    num_gpus = accelerator.count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"
     if num_gpus == 0:
         return skipped("torch sees no GPU: training runs on the CPU, with Gloo")
     if num_gpus == 1 and num_processes > 1 and env.get("CUDA_VISIBLE_DEVICES"):
         found = "this process sees one GPU; other processes may see others"
-        return warning(found, 'call it "cuda:0" in each process, and not by LOCAL_RANK')
+        first = f'"{accelerator.kind()}:0"'
+        return warning(found, f"call it {first} in each process, and not by LOCAL_RANK")
     if num_gpus < num_processes:
         remedy = f"start {num_gpus} processes (--nproc-per-node), one for each GPU"
         return failed(found, remedy)

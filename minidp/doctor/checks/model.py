@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
+from minidp import accelerator
 from minidp.attachment import attached_to, straight_on
 from minidp.config import aside
 from minidp.core import find_tensors, reachable_nodes
@@ -106,11 +107,14 @@ def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
 
 def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
     """Warn if the model is on another GPU than the one with the number LOCAL_RANK."""
-    rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
-    is_gpu = device.type == "cuda" and count > 1 and rank.isdecimal()
+    rank, count = os.environ.get("LOCAL_RANK", ""), accelerator.count()
+    is_gpu = accelerator.has_streams(device) and count > 1 and rank.isdecimal()
     if is_gpu and device.index != int(rank):
         found = f"LOCAL_RANK is {rank}, but the model is on {device}"
-        remedy = "call torch.cuda.set_device(LOCAL_RANK) first, then model.to('cuda')"
+        remedy = (
+            "call torch.accelerator.set_device_index(LOCAL_RANK) first, then "
+            f"model.to('{device.type}')"
+        )
         yield warning(found, remedy)
 
 
@@ -192,11 +196,10 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
     synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     try:
         for layer in synced:
             layer.training = False
-        with torch.random.fork_rng(devices=range(num_gpus)):
+        with accelerator.forked_random():
             yield
     finally:
         random.setstate(old_random)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minidp import accelerator
 from minidp._version import __version__
 from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
 from minidp.doctor.words import differing, join, of_ranks
@@ -38,7 +39,7 @@ def read_facts(
     return {
         "host": socket.gethostname(),
         "world_size": world_size,
-        "gpu": "" if index is None else uuid_of(torch.device("cuda", index)),
+        "gpu": "" if index is None else uuid_of(accelerator.device(index)),
         "versions": read_versions(),
         "variables": relevant(env),
     }
@@ -55,25 +56,27 @@ def read_versions() -> dict[str, str]:
         "numpy": np.__version__,
         "minidp": f"{__version__} (sources {digest.hexdigest()[:8]})",
     }
-    if torch.cuda.is_available():
-        versions["cuda"] = str(torch.version.cuda)
-        nccl: Any = torch.cuda.nccl
-        versions["nccl"] = ".".join(map(str, nccl.version()))
-    return versions
+    return versions | accelerator.versions()
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
     """Return the index of this process's GPU, or None if it is not known."""
-    count = torch.cuda.device_count()
+    count = accelerator.count()
     # A process that sees one GPU has no choice. Otherwise the local rank is its number.
     index = 0 if count == 1 else local_rank
     return index if index is not None and index < count else None
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return the UUID of a GPU, which is the same in every process of the host."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
+    """Return the UUID of a GPU, which is the same in every process of the host.
+
+    Where the module of its type tells none, it is the name of the device.
+    """
+    try:
+        properties = accelerator.module(device.type).get_device_properties(device)
+        return str(properties.uuid)
+    except (AttributeError, RuntimeError):
+        return str(device)
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
@@ -134,7 +137,8 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
     shared = [of_ranks(ranks) for ranks in owners.values() if len(ranks) > 1]
     if shared:
         remedy = (
-            "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before all else"
+            "call torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])) "
+            "before all else"
         )
         return failed(f"{join(shared)} use the same GPU", remedy)
     lacking = [rank for rank, facts in of_rank.items() if not facts.get("gpu")]
@@ -162,8 +166,7 @@ def digest_of_states() -> dict[str, str]:
         "random": random.getstate(),
         "numpy": np.random.get_state(),
     }
-    if torch.cuda.is_initialized():
-        states["torch.cuda"] = torch.cuda.get_rng_state().tolist()
+    states |= accelerator.random_states()
     return {name: digest_of(state) for name, state in states.items()}
 
 
