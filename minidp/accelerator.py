@@ -134,6 +134,36 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch._C._accelerator_getStream(device.index)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def aside(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context on a stream of our own, which holds up no stream of the user."""
+    ours = _side_stream(device)
+    # A new object for the same stream: a context that two threads enter mixes them up.
+    return torch.Stream(
+        stream_id=ours.stream_id,
+        device_index=ours.device_index,
+        device_type=ours.device_type,
+    )
+
+
+def selected(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a device is this thread's current one."""
+    return torch.accelerator.device_index(device.index)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of a device records a graph, and runs nothing.
+
+    Versions of torch whose streams cannot tell are taken not to capture.
+    """
+    ask = getattr(current_stream(device), "is_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def use_here(*tensors: object) -> None:
     """Mark memory as used by the current stream of its device, before it is dropped.
 

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from .accelerator import use_here
 from .comm import (
     FutureWork,
     ProcessGroup,
@@ -211,6 +212,7 @@ class _Exchange:
     def finish(self) -> None:
         """Wait for the all-to-all, average in float32, start to gather the results."""
         wait_for(self._work)  # within the time limit of the reducer that launches
+        use_here(self._received, self._sent)  # of the stream of an earlier call
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
         everyones = list(self._sent)  # reuse memory that has been sent

@@ -228,7 +228,7 @@ class Recording:
                 "gather() does not reach the other replicas: only their manager does. "
                 "What to do: save() on each, and give all files to minidp report."
             )
-        communicator = Communicator(self._group, self._limit)
+        communicator = Communicator(self._group, self._limit, device=self._device)
         try:
             with communicator.blocking("gathering recordings"):
                 self._gathered = self._of_all_ranks()
@@ -251,7 +251,7 @@ class Recording:
         mine = []
         for _ in range(ROUNDS):
             mine.append(time.perf_counter_ns())
-            barrier(group)
+            barrier(group, device)
             mine.append(time.perf_counter_ns())
         everyone = gather_integers(mine, group, device)
         rounds = [list(zip(row[::2], row[1::2], strict=True)) for row in everyone]

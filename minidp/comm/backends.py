@@ -29,15 +29,31 @@ def _backends(group: ProcessGroup) -> set[str]:
     return {each.rpartition(":")[2] for each in config.split(",")}
 
 
-def is_timed(group: ProcessGroup) -> bool:
+def is_timed(group: ProcessGroup, device: torch.device | None = None) -> bool:
     """Return whether the host can wait for a group's collectives with a time limit.
 
-    It can on Gloo. A group that is written in Python, or that has other backends as
-    well, has no such wait, and one rank waits for nobody.
+    It can on Gloo. A group that is written in Python has no such wait, and one rank
+    waits for nobody.
+
+    Args:
+        group: The group.
+        device: Where the tensors lie that travel. Without it they may lie anywhere, so
+            that all of the group's backends have to be Gloo.
     """
     if group.size() == 1 or is_python_group(group):
         return False
-    return _backends(group) == {"gloo"}
+    names = _backends(group) if device is None else {_backend_of(group, device)}
+    return names == {"gloo"}
+
+
+def _backend_of(group: ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend for a device, or "" if the group has none for it.
+
+    A group that was made without the name of a backend has one for each type of device,
+    such as "cpu:gloo,cuda:nccl".
+    """
+    pairs = (each.split(":") for each in dist.get_backend_config(group).split(","))
+    return {pair[0]: pair[-1] for pair in pairs}.get(device.type, "")
 
 
 def is_plain_gloo(group: ProcessGroup) -> bool:
@@ -49,11 +65,6 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
     except RuntimeError:  # none for CPU
         return False
     return type(backend) is dist.ProcessGroupGloo
-
-
-def is_mixed(group: ProcessGroup) -> bool:
-    """Return whether a group is a Python class, or serves several device types."""
-    return is_python_group(group) or "," in dist.get_backend_config(group)
 
 
 def is_builtin(group: ProcessGroup) -> bool:

@@ -102,15 +102,24 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return rows
 
 
-def barrier(group: ProcessGroup) -> None:
+def barrier(group: ProcessGroup, device: torch.device) -> None:
     """Wait until all ranks of the group have called this.
 
     A group that is written in Python may have no barrier, and then nothing is waited
     for. The error of a group that has one is raised, because a rank that died in it
     must not pass for a group without a barrier.
+
+    Args:
+        group: The process group.
+        device: A device for which the group has a backend. It matters only to a group
+            that has none for the CPU.
     """
     if not is_python_group(group):
-        wait_for(group.barrier())
+        options = dist.BarrierOptions()
+        if torch.device("cpu") not in group._device_types:
+            options.device = device
+            options.device_ids = [device.index or 0]  # else NCCL guesses by the rank
+        wait_for(group.barrier(options))
         return
     if type(group).barrier is ProcessGroup.barrier:
         return

@@ -21,15 +21,19 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
+import torch
+
 from minidp import accelerator, world
+from minidp.accelerator import After
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
-from .backends import group_timeout, is_mixed, is_timed
+from .backends import group_timeout, is_timed
 from .endings import keep_for_good
 from .groups import ProcessGroup
-from .work import Work, current_deadline, waiting
+from .work import FutureWork, Work, current_deadline, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
+_CPU = torch.device("cpu")
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
@@ -156,17 +160,48 @@ class Tally:
 class InFlight:
     """A running collective, with what tells whether it is late."""
 
-    work: Work
+    work: Work | None  # None if `end` tells more
     doing: str  # what the rank was doing, for messages
     started: int  # how many collectives were started, this one included
     since: float  # when it was launched, on the clock of `world.now`
     allowed: float  # how many seconds it may take
     warned_at: float = 0.0  # how many seconds it had waited at the last warning
+    device: torch.device | None = None  # where it runs, if not on the host
+    end: After | None = None  # a moment of the device after it
 
     @property
     def waited(self) -> float:
         """How many seconds have passed since the launch."""
         return world.now() - self.since
+
+    def is_over(self) -> bool:
+        """Return whether a collective on a device has ended. This waits for nothing.
+
+        The future of a comm hook is done as soon as the hook has queued its kernels. So
+        a stream of our own waits for what that future stands for, and is asked.
+        """
+        if self.end is None and isinstance(self.work, FutureWork):
+            if not self.work.is_completed():
+                return False
+            assert self.device is not None
+            try:
+                with accelerator.aside(self.device):
+                    self.work.future.wait()
+                    self.waited_for()
+            except Exception:  # the hook has failed, of which its waiter hears
+                return True
+        if self.end is not None:
+            return self.end.has_come()
+        return self.work is None or self.work.is_completed()
+
+    def waited_for(self) -> None:
+        """Look at the current stream from now on, which waits for the collective.
+
+        The work itself is let go, because it keeps the memory of its tensors: after a
+        rebuild that would be a second set of buckets.
+        """
+        assert self.device is not None
+        self.end, self.work = After(self.device), None
 
 
 class Communicator:
@@ -182,6 +217,8 @@ class Communicator:
         is_patient: Whether to apply the limit only if ranks are gone or wait for each
             other. Ranks that are busy elsewhere may then take as long as the backend
             allows.
+        device: Where the tensors lie that travel. The backend of that device decides
+            whether the host can wait for them. By default it is the CPU.
     """
 
     def __init__(
@@ -190,8 +227,10 @@ class Communicator:
         limit: float | None = None,
         *,
         is_patient: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         self.limit = limit
+        self.device = device
         self.is_patient = is_patient
         self.peers = PeerMonitor()
         self.tally = Tally()
@@ -213,10 +252,10 @@ class Communicator:
         self.rank = group.rank()
         self.size = group.size()
         has_limit = self.limit is not None and self.size > 1
-        self._is_timed = has_limit and is_timed(group)
-        # If one may wait on the host, another on a device, their own limit applies.
-        is_device = has_limit and not self._is_timed and not is_mixed(group)
-        self._is_on_device = is_device and bool(accelerator.kind())
+        self._is_timed = has_limit and is_timed(group, self.device)
+        # What a group that is written in Python does, only itself knows.
+        is_own = has_limit and not self._is_timed and not is_python_group(group)
+        self._is_on_device = is_own and accelerator.has_streams(self.device)
         with self._lock:
             self._on_device.clear()
 
@@ -257,19 +296,37 @@ class Communicator:
         self.tally.started += 1
         return Operation(self, doing, None)
 
-    def note_started(self, work: Work) -> None:
+    def note_started(self, work: Work, device: torch.device = _CPU) -> None:
         """Count a collective that was just launched, inside a `watching` block.
 
         No wait of the host can limit one that runs on a device. It is listed instead,
-        and the watchdog ends the process if it is late.
+        and the watchdog ends the process if it is late. A collective that a graph
+        captures does not run yet, and to ask for its end would end the capture.
+
+        Args:
+            work: The collective.
+            device: Where its tensors lie.
         """
         self.tally.started += 1
         self.tally.launched += 1
-        if self._is_on_device:
-            self._oldest_on_device()
-            launched = self._in_flight(work)
+        if not self._is_on_device:
+            return
+        launched = self._in_flight(work)
+        launched.device = device
+        if accelerator.is_capturing(device):
             with self._lock:
-                self._on_device.append(launched)
+                self._on_device.clear()
+            return
+        self._oldest_on_device()
+        with self._lock:
+            self._on_device.append(launched)
+
+    def _note_waited(self, work: Work) -> None:
+        """Let go of a collective on a device, for which the current stream waits."""
+        with self._lock:
+            for launched in self._on_device:
+                if launched.work is work:
+                    launched.waited_for()
 
     def _in_flight(self, work: Work) -> InFlight:
         assert self.limit is not None
@@ -279,16 +336,20 @@ class Communicator:
     def _oldest_on_device(self) -> InFlight | None:
         """Return the oldest collective that still runs on a device, or None."""
         with self._lock:
-            while self._on_device and self._on_device[0].work.is_completed():
+            while self._on_device and self._on_device[0].is_over():
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
     def find_late_on_device(self) -> InFlight | None:
         """Return the oldest collective on a device if it is over its limit, else None.
 
-        The thread of the watchdog calls this.
+        The thread of the watchdog calls this. It selects the device first, because a
+        thread that asks for an event of another one would take memory on device 0.
         """
-        oldest = self._oldest_on_device()
+        if not self._is_on_device:
+            return None
+        with accelerator.selected(self.device):
+            oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
@@ -338,7 +399,10 @@ class Communicator:
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         with waiting():
             if self.limit is None or not is_timed:
-                return work.wait()
+                result = work.wait()
+                if self._is_on_device:
+                    self._note_waited(work)
+                return result
             if is_done_within(work, FIRST_SLICE_SECONDS):
                 return work.wait()
             _answer_questions()  # whoever has asked waits, and so do all others
@@ -352,17 +416,19 @@ class Communicator:
 
     def _wait_long(self, late: InFlight) -> Any:
         """Go on waiting after a first slice, and return the result."""
+        work = late.work
+        assert work is not None
         late.since -= SLICE_SECONDS
         _answer_questions()
-        while not is_done_within(late.work, SLICE_SECONDS):
+        while not is_done_within(work, SLICE_SECONDS):
             _answer_questions()
             lost = self.peers.find_lost(self.started)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"
             if lost:
-                keep_for_good(self.group, [late.work])
+                keep_for_good(self.group, [work])
                 raise TimeoutError(lost)
-        return late.work.wait()
+        return work.wait()
 
 
 def _answer_questions() -> None:

@@ -184,7 +184,7 @@ class Bucket(ABC):
                 self.work = comm.all_reduce(self.payload, communicator.group)
             else:
                 self.work = self.shared.all_reduce()
-            communicator.note_started(self.work)
+            communicator.note_started(self.work, self.plan.device)
         if self.observers.is_timed:
             done = partial(self.observers.note, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
@@ -223,6 +223,9 @@ class Bucket(ABC):
     @abstractmethod
     def write_averages(self, kept: Slots) -> None:
         """Write the payload times `factor` to ``.grad``, but not for ``kept`` slots."""
+
+    def let_go(self) -> None:  # noqa: B027 -- sparse: it keeps no memory
+        """Let the allocator reuse the buffer only behind what is queued now."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""

@@ -211,7 +211,7 @@ class BucketQueue:
         With ``shares`` the new ones are in shared memory if all ranks can. To find that
         out all ranks must call it together, and they wait for each other.
         """
-        self.buckets, self._summing = [], []  # frees memory before we take new memory
+        self.free()  # before we take new memory
         for each in self.exchanges:
             each.use(None)
         self.layout = layout
@@ -233,6 +233,12 @@ class BucketQueue:
         if self.config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()
+
+    def free(self) -> None:
+        """Drop all buckets, so that others can use the memory until `adopt`."""
+        for bucket in self.buckets:
+            bucket.let_go()
+        self.buckets, self._summing = [], []
 
     def drain(self) -> None:
         """Wait for all collectives in flight, without writing to ``.grad``."""

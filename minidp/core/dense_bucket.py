@@ -107,10 +107,14 @@ class DenseBucket(Bucket):
             for k, entry in entries
         ]
 
+    def let_go(self) -> None:  # noqa: D102
+        if self.streams is not None and self._memory is not None:
+            # The stream that has made the buffer may be another one, and runs on.
+            accelerator.use_here(self.payload)
+
     def _release(self) -> None:
         """Let go of the buffer, so that only gradients that are views keep it alive."""
-        if self.streams is not None:  # another stream than this one may have made it
-            accelerator.use_here(self.payload)
+        self.let_go()
         self._memory = self.native = None
         self.views = []
         del self.payload, self._values, self._copy_plan
@@ -248,6 +252,8 @@ class DenseBucket(Bucket):
     def write_averages(self, kept: Slots) -> None:  # noqa: D102
         if self._as_view or isinstance(self.factor, Tensor):
             self._rescale()  # else the extension may multiply on the way
+        if self.streams is not None:  # made by the stream that has flattened them
+            accelerator.use_here(*self._saved.values(), *self._tracked.values())
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
@@ -309,6 +315,8 @@ class DenseBucket(Bucket):
                     "pass gradient_as_bucket_view=True to one of them only",
                 )
             self.params[k].grad = view
+            if self.streams is not None:
+                accelerator.use_here(grad)  # it may have been made by another stream
 
     def _write_slot(self, k: int) -> None:
         param, view = self.params[k], self.views[k]
@@ -345,3 +353,5 @@ class DenseBucket(Bucket):
             }
             if len(kinds) == 1:
                 param.grad = view.copy_(grad)
+                if self.streams is not None:  # the old bucket, dropped by this line
+                    accelerator.use_here(grad)

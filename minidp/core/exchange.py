@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minidp.accelerator import use_here
 from minidp.comm import (
     Communicator,
     Work,
@@ -57,6 +58,7 @@ class Exchange:
         self._device = device
         self._communicator = communicator
         self._work: Work | None = None  # may outlast the backward
+        self._mine: Tensor | None = None  # what this rank brings to it
         # The memory through which the sum travels; None if it does so as a message.
         self._shared: SharedBuffer | None = None
 
@@ -99,7 +101,8 @@ class Exchange:
                 )
             else:
                 self.values, self._work = mine, all_reduce(mine, group)
-            self._communicator.note_started(self._work)
+            self._mine = mine
+            self._communicator.note_started(self._work, self._device)
 
     def settle(self) -> None:
         """Wait for the sum that is in flight, if there is one.
@@ -110,7 +113,10 @@ class Exchange:
         if self._work is not None:
             with self._communicator.watching(self._waiting):
                 self._communicator.wait(self._work)
-            self._work = None
+            if self._device.type != "cpu":
+                # They are of the stream that has started it, and this one reads them.
+                use_here(self.values, self._mine)
+            self._work = self._mine = None
 
     def take(self) -> Tensor:
         """Wait for the sum, and return it in a tensor that the next sum leaves alone.
@@ -134,4 +140,5 @@ class Exchange:
 
     def drop(self) -> None:
         """Forget the sum without waiting, even if it is in flight."""
-        self.is_open, self._work, self.values = False, None, None
+        self.is_open = False
+        self._work = self._mine = self.values = None

@@ -39,7 +39,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from minidp import native
-from minidp.accelerator import current_stream, has_streams
+from minidp.accelerator import current_stream, has_streams, use_here
 
 from .autograd import untraced
 from .bucket import Bucket
@@ -291,6 +291,9 @@ class PendingGrads:
             is_full = not self.num_left[self.bucket_of[i]]
             if isinstance(entry, Tensor) and not is_full:
                 self.entries[i] = self.reducer.queue.copy_now(i, entry)
+                if has_streams(entry.device):  # no hook has noted this one
+                    self.written_on[self.bucket_of[i]].add(current_stream(entry.device))
+                    use_here(entry)
         self._paused = list(self.entries)
         self.entries[:] = [
             entry if has_arrived(entry) else GradState.CLOSED for entry in self.entries

@@ -156,8 +156,8 @@ class ItemCounts(Observer):
             told = torch.where(n == 0, 0.0, math.nan)
         else:
             told = math.nan if n else 0.0
-        devices = {each.device for each in (n, told) if isinstance(each, Tensor)}
-        self._step.moments += map(After, devices)
+        numbers = [each for each in (n, told) if isinstance(each, Tensor)]
+        self._step.moments += map(After, {n.device for n in numbers if not n.is_cpu})
         self._step.said.append((n, told))
 
     def note_forward(self) -> None:
@@ -233,20 +233,27 @@ class ItemCounts(Observer):
         """
         step, self._step = self._step, _Step()
         message = self.exchange.blank()
-        self._write(step, message.view(-1, 3)[self._communicator.rank])
+        row = message.view(-1, 3)[self._communicator.rank]
+        if row.is_cpu:
+            self._write(step, row)
+        else:
+            self._write_on_device(step, row)
         self.exchange.start(message)
 
     def _write(self, step: _Step, row: Tensor) -> None:
         """Write this rank's flags, count and loss to its row of the message."""
+        for moment in step.moments:  # the module is on the CPU, a count on a device
+            moment.wait()
+        flags = step.flags + STALE * bool(step.is_stale())
+        counts = [float(count) for count, _ in step.said]
+        losses = [float(loss) for _, loss in step.said]
+        said = [flags, sum(counts), sum(losses)]
+        row.copy_(torch.tensor(said, dtype=torch.float64, device="cpu"))
+
+    def _write_on_device(self, step: _Step, row: Tensor) -> None:
+        """Write what `_write` does, without waiting for the device."""
         counts = [count for count, _ in step.said]
         losses = [loss for _, loss in step.said]
-        if row.is_cpu:
-            for moment in step.moments:  # a module on the CPU, a count on a device
-                moment.wait()
-            flags = step.flags + STALE * bool(step.is_stale())
-            said = [flags, sum(map(float, counts)), sum(map(float, losses))]
-            row.copy_(torch.tensor(said, dtype=torch.float64, device="cpu"))
-            return
         for moment in step.moments:
             moment.hold_back()
         # From here on this stream reads what others have computed.

@@ -86,7 +86,7 @@ def agreed_layout(
         device, group = specs[0].device, communicator.group
         # Rank 0's broadcast can end before other ranks start theirs. If these then
         # broadcast another size first (module buffers), gloo aborts the process.
-        barrier(group)
+        barrier(group, device)
         agreed = broadcast_integers(encode_layout(mine), group, device)
     return decode_layout(agreed, specs)
 

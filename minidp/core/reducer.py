@@ -174,10 +174,15 @@ class Reducer:
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace the buckets. With ``shares`` all ranks must call it together."""
-        self.pending.adopt(())  # frees the old buckets before new ones take memory
+        self.free_buckets()  # before new ones take memory
         with autograd.outside():
             self.queue.adopt(layout, shares=shares)
         self.pending.adopt(self.queue.buckets)
+
+    def free_buckets(self) -> None:
+        """Drop all buckets; `adopt` must follow before the next backward."""
+        self.pending.adopt(())
+        self.queue.free()
 
     # -- a gradient arrives ------------------------------------------------------------
 

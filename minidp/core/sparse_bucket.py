@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minidp import accelerator
 from minidp.errors import misfit
 
 from . import kernels
@@ -53,6 +54,8 @@ class SparseBucket(Bucket):
         """Write the average to ``.grad``, unless that is kept, and free the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload
+        if self.streams is not None:
+            accelerator.use_here(reduced)  # made by the stream that has flattened it
         kernels.rescale(reduced, self.factor)
         if kept:
             return

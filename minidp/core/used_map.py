@@ -85,7 +85,10 @@ class UsedMap:
         was_open, self.exchange.is_open = self.exchange.is_open, False
         if not was_open or self._is_known:
             return frozenset()
-        return frozenset(torch.nonzero(self.last_counts == 0).flatten().tolist())
+        counts = self.last_counts
+        if not counts.is_cpu:
+            counts = counts.cpu()  # one wait for the device, not one for each line
+        return frozenset(torch.nonzero(counts == 0).flatten().tolist())
 
     @property
     def last_counts(self) -> Tensor:

@@ -54,7 +54,12 @@ def build(
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
     is_patient = own.hang_timeout == AUTO
-    communicator = Communicator(group, own.hang_limit, is_patient=is_patient)
+    communicator = Communicator(
+        group,
+        own.hang_limit,
+        is_patient=is_patient,
+        device=replica.specs[0].device,
+    )
     tunes = config.tunes and group.size() > 1
     policy = AutotunePolicy(config.saved_layout) if tunes else None
     reducer = Reducer(replica.params, replica.specs, config, communicator, policy)

@@ -134,6 +134,8 @@ class Replication:
         """
         communicator = self._reducer.communicator
         group = communicator.group
+        if verifies:  # the parameters travel in messages as large as the buckets
+            self._reducer.free_buckets()
         with communicator.blocking("comparing the replicas"):
             if verifies:
                 self._key = verify.start_equal(

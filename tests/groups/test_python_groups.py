@@ -18,6 +18,8 @@ from minidp.comm import barrier
 from tests.support.both import Scalars, done, error_of, same, values, x_of
 from tests.support.ranks import on_ranks
 
+CPU = torch.device("cpu")
+
 
 class OnlyWaits(dist.Work):
     """Its ``wait`` must be given a timeout."""
@@ -229,12 +231,12 @@ class LacksBarrier(HasBarrier):
 @on_ranks(2)
 def test_a_barrier_that_fails_is_no_missing_barrier(ctx):
     for kind in (Delegating, LacksBarrier):
-        barrier(kind(ctx.group, None))  # has none: nobody waits
+        barrier(kind(ctx.group, None), CPU)  # has none: nobody waits
     group = HasBarrier(ctx.group, None)
-    barrier(group)
+    barrier(group, CPU)
     assert group.log == ["barrier"]
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        barrier(BrokenBarrier(ctx.group, None))
+        barrier(BrokenBarrier(ctx.group, None), CPU)
 
 
 # -------------------------------------------------- without any default process group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ class Monitor(PeerMonitor):
 @pytest.fixture
 def make(monkeypatch):
     kept = []
-    monkeypatch.setattr(module, "is_timed", lambda group: True)
+    monkeypatch.setattr(module, "is_timed", lambda group, device: True)
     monkeypatch.setattr(module, "keep_for_good", lambda _, works: kept.extend(works))
     monkeypatch.setattr(module, "SLICE_SECONDS", 0.01)
 
@@ -147,9 +148,10 @@ def test_futures_with_a_limit_and_failures():
 @pytest.fixture
 def on_device(make, monkeypatch):
     """Work of `make`'s communicators runs on a device, of which there is none here."""
-    monkeypatch.setattr(module, "is_timed", lambda _: False)
-    monkeypatch.setattr(module, "is_mixed", lambda _: False)
-    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(module, "is_timed", lambda *_: False)
+    monkeypatch.setattr(accelerator, "has_streams", lambda _: True)
+    monkeypatch.setattr(accelerator, "is_capturing", lambda _: False)
+    monkeypatch.setattr(accelerator, "selected", lambda _: nullcontext())
 
 
 def running():

@@ -29,9 +29,10 @@ def row_of(kind: Any, *, is_stale: bool) -> list[float]:
     mine.holds_averages = True
     mine.look()
     param.grad.add_(1)
-    mine._step.said.append((kind(math.e), kind(-7.5), None))
+    mine._step.said.append((kind(math.e), kind(-7.5)))
     row = torch.full((3,), math.nan, dtype=torch.float64)
-    mine._write(mine._step, row)
+    write = mine._write if kind is float else mine._write_on_device
+    write(mine._step, row)
     found: list[float] = row.tolist()
     return found
 
@@ -66,10 +67,13 @@ def test_factor_of_a_sparse_gradient():
 
 
 class Arrived:
-    """An event of a GPU."""
+    """Facts that a device has brought to the host."""
 
-    def synchronize(self) -> None:
-        pass
+    def __init__(self, facts: torch.Tensor) -> None:
+        self._facts = facts
+
+    def wait(self) -> torch.Tensor:
+        return self._facts
 
 
 @pytest.mark.parametrize("by", ["step", "forward"])
@@ -80,7 +84,8 @@ def test_counts_that_a_gpu_brings_later_stop_the_step(lone_group, by):
     ddp.count_items(2)
     ddp(torch.ones(1, 2)).sum().backward()
     items = ddp._reducer.queue.averaging.items
-    items._late = torch.tensor([[0.0, math.nan, 0.0]], dtype=torch.float64), Arrived()
+    facts = torch.tensor([[0.0, math.nan, 0.0]], dtype=torch.float64)
+    items._late = Arrived(facts)
     before = ddp.module.weight.detach().clone()
     act = optimizer.step if by == "step" else lambda: ddp(torch.ones(1, 2))
     with pytest.raises(ItemCountError, match="negative, too large or NaN on rank 0"):
