@@ -1,0 +1,381 @@
+"""Order of streams, life of memory and host waits, one test for each mend.
+
+Each of these scenarios was wrong once, in a way that only a device shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel, comm_hooks, native
+from minidp.comm import barrier
+from minidp.replica.digest import sum_of_bits
+from tests.support.ranks import on_ranks
+
+sim: Any = pytest.importorskip("tests.support.sim")
+WARM_UP = 3  # backwards, one of which makes new buckets
+MIB = 2**20
+
+
+@contextlib.contextmanager
+def no_races():
+    """Fail if the block has a race; each launch is late by a random time."""
+    sim.load().drain()
+    sim.races()
+    sim.delay(300, seed=1)
+    yield
+    sim.load().drain()
+    sim.delay(0, seed=0)
+    found = sim.races()
+    assert not found, "\n".join(found)
+
+
+def stream(ctx):
+    return torch.Stream(ctx.device)
+
+
+def net(*widths, device="cpu"):
+    """Return linear layers of these widths, always with the same values."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(*layers).to(device)
+
+
+def with_nodes_on(module, streams):
+    """Make the AccumulateGrad node of each parameter on one of the streams in turn.
+
+    Its grad hook then runs on that stream.
+    """
+    params = list(module.parameters())
+    nodes = []
+    for k, param in enumerate(params):
+        with streams[k % len(streams)]:
+            nodes.append(torch.autograd.graph.get_gradient_edge(param).node)
+    return nodes
+
+
+def inputs(ctx, step, size):
+    generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+    return torch.randn(4, size, generator=generator)
+
+
+def train(ctx, module, steps, *, backward=None, keeps_grads=False, **options):
+    """Train on this rank's device; return all parameters."""
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    size = next(module.parameters()).size(1)
+    device = next(module.parameters()).device
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=not keeps_grads)
+        out = ddp(inputs(ctx, step, size).to(device))
+        loss = out.square().mean()
+        (backward or (lambda _ddp, loss, _step: loss.backward()))(ddp, loss, step)
+        optimizer.step()
+    return [param.detach().cpu() for param in ddp.parameters()]
+
+
+# ------------------------------------------------------------------------ the host waits
+
+
+@on_ranks(2)
+def test_counts_of_items_on_the_device_are_sent_without_a_host_wait(ctx):
+    def backward(ddp, loss, step):
+        loss = ddp.weigh_loss(loss, count)
+        waits = sim.no_host_waits() if step >= WARM_UP else contextlib.nullcontext()
+        with waits:
+            loss.backward()
+
+    count = torch.tensor(3.0 + ctx.rank).to(ctx.device)
+    items = {"average_over": "items"}
+    with no_races():
+        found = train(
+            ctx, net(20, 200, 5, device=ctx.device), 5, backward=backward, **items
+        )
+    count = torch.tensor(3.0 + ctx.rank)
+    expected = train(
+        *(ctx, net(20, 200, 5), 5),
+        backward=lambda ddp, loss, _: ddp.weigh_loss(loss, count).backward(),
+        **items,
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+class TwoHeads(nn.Module):
+    """On each rank only one of the heads is used."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(20, 20) for _ in range(3))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[2](self.heads[self.rank](x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("skips", [False, True])
+def test_unused_parameters_cost_one_host_wait_for_each_question(ctx, skips):
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skips}
+    module = TwoHeads(ctx.rank).to(ctx.device)
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    for step in range(WARM_UP + 2):
+        x = inputs(ctx, step, 20).to(ctx.device)
+        with sim.costs() as costs:
+            ddp(x).sum().backward()
+        assert len(costs.host_waits) <= (2 if skips else 1)
+
+
+@on_ranks(2)
+def test_a_bad_count_on_the_device_stops_the_step(ctx):
+    ddp = DataParallel(
+        net(4, 2, device=ctx.device), process_group=ctx.group, average_over="items"
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    before = [param.detach().cpu() for param in ddp.parameters()]
+    count = torch.tensor(float("nan") if ctx.rank else 2.0).to(ctx.device)
+    ddp.weigh_loss(ddp(torch.ones(3, 4, device=ctx.device)).sum(), count).backward()
+    with pytest.raises(Exception, match="rank 1") as caught:
+        optimizer.step()
+    assert type(caught.value).__name__ == "ItemCountError"
+    after = [param.detach().cpu() for param in ddp.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
+@on_ranks(2)
+def test_a_count_on_the_device_of_a_module_on_the_cpu(ctx):
+    group = torch.distributed.new_group(backend="gloo")
+    ddp = DataParallel(net(4, 2), process_group=group, average_over="items")
+    side = stream(ctx)
+    sim.load().hold(0, side.stream_id)
+    with side:
+        count = torch.full((), 2.0 + ctx.rank, device=ctx.device) * 1.0
+        loss = ddp(torch.ones(3, 4)).sum()
+        ddp.count_items(count)
+    sim.load().let_go(0, side.stream_id)
+    loss.backward()
+    assert ddp.item_totals.count == 5
+
+
+# ------------------------------------------------------------------- the order of streams
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_nodes_of_several_streams_write_one_bucket(ctx, views):
+    module = net(20, 300, 20, 5, device=ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    with no_races():
+        found = train(ctx, module, 5, gradient_as_bucket_view=views)
+    expected = train(ctx, net(20, 300, 20, 5), 5, gradient_as_bucket_view=views)
+    assert all(map(torch.equal, found, expected))
+    del nodes
+
+
+@on_ranks(2)
+def test_the_extensions_hooks_run_on_the_device(ctx):
+    module = net(20, 300, 20, 5, device=ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    ddp = DataParallel(module, process_group=ctx.group)
+    has_hooks = ddp._reducer.hooks.native_table is not None
+    assert has_hooks == (native.library() is not None)
+    with no_races():
+        for step in range(4):
+            ddp(inputs(ctx, step, 20).to(ctx.device)).sum().backward()
+    del nodes
+
+
+@on_ranks(2)
+def test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for(ctx):
+    """The rest of the backward runs on another one, on which the bucket is flattened."""
+    first, second = (net(200, 200, device=ctx.device) for _ in range(2))
+    module = nn.ModuleList([first, second])
+    sides = [stream(ctx), stream(ctx)]
+    nodes = [*with_nodes_on(first, sides[:1]), *with_nodes_on(second, sides[1:])]
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = module
+
+        def forward(self, x):
+            return self.both[0](x), self.both[1](x)
+
+    ddp = DataParallel(Both(), process_group=ctx.group)
+    with no_races():
+        for step in range(4):
+            ddp.zero_grad()
+            left, right = ddp(inputs(ctx, step, 200).to(ctx.device))
+            left.sum().backward()  # paused: the other half is missing
+            here = torch.accelerator.current_stream()
+            sides[1].wait_stream(here)
+            right.sum().backward()
+    del nodes
+
+
+# ----------------------------------------------------------------------- the life of memory
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_wrapped_on_another_stream_than_trained(ctx, views):
+    """A rebuild drops buckets of that stream while copies here still read them."""
+    module = net(60, 300, 60, device=ctx.device)
+    torch.accelerator.synchronize()
+    side = stream(ctx)
+    with no_races():
+        with side:
+            ddp = DataParallel(
+                module, process_group=ctx.group, gradient_as_bucket_view=views
+            )
+        side.synchronize()
+        for step in range(4):
+            ddp.zero_grad(set_to_none=False)
+            ddp(inputs(ctx, step, 60).to(ctx.device)).sum().backward()
+            with side:  # takes what was freed of this stream's memory
+                for size in (300, 18000, 18300, 36360):
+                    torch.ones(size, device=ctx.device)
+
+
+@on_ranks(2)
+def test_counts_live_until_they_are_sent(ctx):
+    module = net(20, 200, 5, device=ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    ddp = DataParallel(module, process_group=ctx.group, average_over="items")
+    with no_races():
+        for step in range(4):
+            count = torch.full((), 2.0, device=ctx.device)
+            loss = ddp(inputs(ctx, step, 20).to(ctx.device)).mean()
+            ddp.weigh_loss(loss, count).backward()
+            del count, loss
+            for _ in range(8):
+                torch.zeros((), dtype=torch.float64, device=ctx.device)
+    del nodes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("skips", [False, True])
+def test_maps_live_until_they_are_read(ctx, skips):
+    module = TwoHeads(ctx.rank).to(ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    ddp = DataParallel(
+        module,
+        process_group=ctx.group,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skips,
+    )
+    side = stream(ctx)
+    with no_races():
+        for step in range(4):
+            with side if step % 2 else contextlib.nullcontext():
+                ddp.zero_grad()
+                ddp(inputs(ctx, step, 20).to(ctx.device)).sum().backward()
+            torch.accelerator.current_stream().wait_stream(side)
+            side.wait_stream(torch.accelerator.current_stream())
+    del nodes
+
+
+@on_ranks(2)
+def test_a_hook_that_ends_in_a_later_call_keeps_what_it_received(ctx):
+    module = net(100, 300, 100, 300, device=ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=0.05)
+    hook = comm_hooks.fp32_accumulate_hook
+    ddp.register_comm_hook(comm_hooks.Fp32State(), hook)
+    with no_races():
+        for step in range(4):
+            ddp(inputs(ctx, step, 100).to(ctx.device)).sum().backward()
+    del nodes
+
+
+# ----------------------------------------------------------------- memory and launches
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_peaks_of_memory_are_torchs(ctx, views):
+    """At the construction, in the first steps, and where buckets are made anew."""
+    group = torch.distributed.new_group(backend=sim.BACKEND)
+    peaks = {}
+    for wrap in (DistributedDataParallel, DataParallel):
+        module = net(*[512] * 5, device=ctx.device)
+        x = torch.ones(4, 512, device=ctx.device)
+        found = peaks[wrap] = []
+        with sim.costs() as costs:
+            ddp = wrap(
+                module,
+                process_group=group,
+                gradient_as_bucket_view=views,
+                bucket_cap_mb=1,
+            )
+        found.append(costs.peak)
+        for _ in range(4):
+            with sim.costs() as costs:
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+                sim.load().drain()
+            found.append(costs.peak)
+        del ddp, module
+    theirs, ours = peaks.values()
+    assert max(ours) <= 1.02 * max(theirs), (theirs, ours)
+
+
+@on_ranks(1)
+def test_a_digest_is_a_few_kernels_with_the_bits_of_the_cpu(ctx):
+    for numel in (3, 2**17, 3 * 2**18 + 5):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+        on_device = values.to(ctx.device)
+        with sim.costs() as costs:
+            found = sum_of_bits(on_device)
+        assert torch.equal(found.cpu(), sum_of_bits(values))
+        assert costs.kernels < 40
+
+
+# ------------------------------------------------------------------- groups and hang limit
+
+
+@on_ranks(2)
+def test_a_group_of_the_device_alone(ctx):
+    group = torch.distributed.new_group(backend=sim.BACKEND)
+    barrier(group, ctx.device)
+    ddp = DataParallel(net(20, 20, device=ctx.device), process_group=group)
+    for step in range(3):  # a rebuild among them
+        ddp(inputs(ctx, step, 20).to(ctx.device)).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_what_runs_on_the_device_is_known_until_it_ends(ctx, has_hook):
+    ddp = DataParallel(net(50, 50, device=ctx.device), process_group=ctx.group)
+    if has_hook:  # its future is done as soon as its kernels are queued
+        ddp.register_comm_hook(None, comm_hooks.all_reduce_hook)
+    x = torch.ones(4, 50, device=ctx.device)
+    for _ in range(WARM_UP):
+        ddp(x).sum().backward()
+    communicator = ddp._reducer.communicator
+    sim.load().drain()
+    communicator.limit = 0.0  # what runs is late
+    assert communicator.find_late_on_device() is None
+    here = torch.accelerator.current_stream()
+    sim.load().hold(here.device_index, here.stream_id)
+    loss = ddp(x).sum()
+    communicator.limit = 600.0
+    loss.backward()
+    with communicator._lock:
+        for each in communicator._on_device:
+            each.allowed = 0.0
+    is_known = communicator.find_late_on_device() is not None
+    communicator.limit = 600.0
+    with communicator._lock:
+        for each in communicator._on_device:
+            each.allowed = 600.0
+    sim.load().let_go(here.device_index, here.stream_id)
+    sim.load().drain()
+    assert is_known
+    assert communicator._oldest_on_device() is None
