@@ -214,7 +214,7 @@ class _Exchange:
         wait_for(self._work)  # within the time limit of the reducer that launches
         use_here(self._received, self._sent)  # of the stream of an earlier call
         total = self._received.sum(0, dtype=torch.float32)
-        mean = total.div_(self._divisor).to(self._sent.dtype)
+        self._mean = mean = total.div_(self._divisor).to(self._sent.dtype)
         everyones = list(self._sent)  # reuse memory that has been sent
         self._work = dist.all_gather(everyones, mean, group=self.group, async_op=True)
         self._work.get_future().then(self._complete)
@@ -223,6 +223,7 @@ class _Exchange:
         """Copy what was gathered to the buffer, and complete `future`."""
         try:
             done.value()
+            use_here(self._mean, self._sent)  # after the all-gather, which reads them
             gathered = self._sent.view(-1)[: self._buffer.numel()]
             self.future.set_result(self._buffer.copy_(gathered))
         except Exception as error:
@@ -312,6 +313,7 @@ def int8_error_feedback_hook(
     messages = [torch.empty_like(message) for _ in range(group.size())]
 
     def decode() -> torch.Tensor:
+        use_here(message)  # after the all-gather, which reads it
         total = torch.zeros_like(values)
         for theirs in messages:
             scale = theirs[:head].view(torch.float32).unsqueeze(1)

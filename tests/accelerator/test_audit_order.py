@@ -6,6 +6,7 @@ Each of these scenarios was wrong once, in a way that only a device shows.
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def stream(ctx):
 def net(*widths, device="cpu"):
     """Return linear layers of these widths, always with the same values."""
     torch.manual_seed(0)
-    layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
     return nn.Sequential(*layers).to(device)
 
 
@@ -80,7 +81,7 @@ def train(ctx, module, steps, *, backward=None, keeps_grads=False, **options):
     return [param.detach().cpu() for param in ddp.parameters()]
 
 
-# ------------------------------------------------------------------------ the host waits
+# ----------------------------------------------------------------------- the host waits
 
 
 @on_ranks(2)
@@ -163,7 +164,7 @@ def test_a_count_on_the_device_of_a_module_on_the_cpu(ctx):
     assert ddp.item_totals.count == 5
 
 
-# ------------------------------------------------------------------- the order of streams
+# ----------------------------------------------------------------- the order of streams
 
 
 @on_ranks(2)
@@ -193,7 +194,7 @@ def test_the_extensions_hooks_run_on_the_device(ctx):
 
 @on_ranks(2)
 def test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for(ctx):
-    """The rest of the backward runs on another one, on which the bucket is flattened."""
+    """The rest runs on another stream, on which the bucket is flattened."""
     first, second = (net(200, 200, device=ctx.device) for _ in range(2))
     module = nn.ModuleList([first, second])
     sides = [stream(ctx), stream(ctx)]
@@ -219,7 +220,7 @@ def test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for(ctx):
     del nodes
 
 
-# ----------------------------------------------------------------------- the life of memory
+# ------------------------------------------------------------------- the life of memory
 
 
 @on_ranks(2)
@@ -250,6 +251,7 @@ def test_counts_live_until_they_are_sent(ctx):
     ddp = DataParallel(module, process_group=ctx.group, average_over="items")
     with no_races():
         for step in range(4):
+            ddp.zero_grad()
             count = torch.full((), 2.0, device=ctx.device)
             loss = ddp(inputs(ctx, step, 20).to(ctx.device)).mean()
             ddp.weigh_loss(loss, count).backward()
@@ -294,7 +296,7 @@ def test_a_hook_that_ends_in_a_later_call_keeps_what_it_received(ctx):
     del nodes
 
 
-# ----------------------------------------------------------------- memory and launches
+# ------------------------------------------------------------------ memory and launches
 
 
 @on_ranks(2)
@@ -337,7 +339,7 @@ def test_a_digest_is_a_few_kernels_with_the_bits_of_the_cpu(ctx):
         assert costs.kernels < 40
 
 
-# ------------------------------------------------------------------- groups and hang limit
+# ---------------------------------------------------------------- groups and hang limit
 
 
 @on_ranks(2)
