@@ -42,11 +42,11 @@ def is_timed(group: ProcessGroup, device: torch.device | None = None) -> bool:
     """
     if group.size() == 1 or is_python_group(group):
         return False
-    names = _backends(group) if device is None else {_backend_of(group, device)}
+    names = _backends(group) if device is None else {backend_of(group, device)}
     return names == {"gloo"}
 
 
-def _backend_of(group: ProcessGroup, device: torch.device) -> str:
+def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for a device, or "" if the group has none for it.
 
     A group that was made without the name of a backend has one for each type of device,

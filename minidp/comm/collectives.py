@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
 
+from minidp.accelerator import use_here
 from minidp.layout import chunks_by_bytes
 
+from .backends import backend_of
 from .groups import ProcessGroup
 from .work import NoWork, PythonWork, Work, is_python_group, wait_for
 
 MESSAGE_BYTES = 250 * 2**20  # the size of one message of a coalesced broadcast
+# Backends of torch that cannot add sparse tensors.
+_ADD_DENSE_ONLY = {"nccl", "xccl", "mpi", "ucc"}
 MAX_IN_FLIGHT = 2  # how many such messages travel at once; more would only need memory
 
 
@@ -44,11 +50,78 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
         return NoWork()
     # The group's own method: dist.all_reduce has three times the overhead, and inside
     # a coalescing manager of the caller it returns no work.
+    if not is_plain and not is_python and _must_gather(tensor, group):
+        return GatheredSum(tensor, group)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = True
     work: Work = group.allreduce([tensor], options)
     return PythonWork(work, tensor) if is_python else work
+
+
+def _must_gather(tensor: torch.Tensor, group: ProcessGroup) -> bool:
+    """Return whether a tensor is sparse, and the backend adds only dense ones."""
+    if not tensor.is_sparse or group not in c10d._world.pg_map:
+        return False
+    return backend_of(group, tensor.device) in _ADD_DENSE_ONLY
+
+
+class GatheredSum:
+    """The sum of a sparse tensor over all ranks, as a work, where only dense ones add.
+
+    Gloo can add sparse tensors by itself, NCCL cannot. So all ranks gather what each of
+    them has. The constructor starts that, and `wait` writes the sum to the tensor. All
+    ranks of the group must make it together. To know how much each has, the host waits
+    for a small message first.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
+        self._tensor = tensor
+        mine = tensor.coalesce()
+        indices, values = mine.indices(), mine.values()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        count = torch.tensor([len(values)], device=tensor.device)
+        self._counts: list[int] = gather_rows(count, group).flatten().tolist()
+        most = max(1, *self._counts)  # a backend may refuse empty messages
+        self._shape = (most, *values.shape[1:])
+        padded_indices = indices.new_zeros(len(indices), most)
+        padded_indices[:, : len(values)] = indices
+        padded_values = values.new_zeros(self._shape)
+        padded_values[: len(values)] = values
+        self._indices, first = start_gathering(padded_indices.view(-1), group)
+        self._values, last = start_gathering(padded_values.view(-1), group)
+        self._sent = padded_indices, padded_values
+        self._works = first, last
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that is done when all parts are here."""
+        return self._works[1].get_future()
+
+    def is_completed(self) -> bool:
+        """Return whether all parts are here."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Wait for all parts, and write their sum to the tensor."""
+        for work in self._works:
+            work.wait()
+        use_here(self._indices, self._values, *self._sent)
+        indices, values = [], []
+        for k, count in enumerate(self._counts):
+            indices.append(self._indices[k].view(-1, self._shape[0])[:, :count])
+            values.append(self._values[k].view(self._shape)[:count])
+        all_values = torch.cat(values)
+        if self._tensor.is_complex():
+            all_values = torch.view_as_complex(all_values)
+        total = torch.sparse_coo_tensor(
+            torch.cat(indices, 1),
+            all_values,
+            self._tensor.shape,
+            device=self._tensor.device,  # else the user's default device
+            check_invariants=False,
+        )
+        self._tensor.copy_(total.coalesce())
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
