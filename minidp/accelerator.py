@@ -23,7 +23,7 @@ runs dry.                                  memory; the host waits only where it 
 No other file of the package may use streams, events or the name of a device type
 (``tests/repository/test_architecture.py``). All calls are those of
 ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, which are the same for each
-type of device. The README of ``core`` lists which of them a type must have.
+type of device. ``minidp/README.md`` lists which of them a type must have.
 """
 
 from __future__ import annotations
@@ -177,11 +177,27 @@ def use_here(*tensors: object) -> None:
 
 
 def _record(tensor: Tensor, stream: torch.Stream) -> None:
+    if not _has_record_stream(tensor.device.type):
+        return
     # A sparse tensor cannot record a stream itself.
     is_sparse = tensor.layout is torch.sparse_coo
     parts = [tensor._indices(), tensor._values()] if is_sparse else [tensor]
     for memory in parts:
         memory.record_stream(stream)
+
+
+@functools.cache
+def _has_record_stream(device_type: str) -> bool:
+    """Return whether the allocator of a type of device knows several streams.
+
+    MPS has one stream only, and no such operator.
+    """
+    try:
+        probe = torch.empty(1, device=device_type)
+        probe.record_stream(current_stream(probe.device))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 class BucketStreams:

@@ -11,6 +11,9 @@ Whoever wants to be told is an `Observer` of the core. A bucket goes through the
         |                '- its last gradient is here
         '- its first gradient is here (only told while there is a recorder)
 
+On a device these are the times at which the host has queued the work, and DONE comes
+together with LAUNCHED. `minidp.record` measures the device itself, by events.
+
 A `Recorder` is told of every gradient, too. Then each gradient takes the slower of the
 two paths of the grad hooks, and each event costs one read of the clock. Recordings of
 training (`minidp.record`) are made by the stopwatch of `overlap/`, which is not told of

@@ -170,4 +170,5 @@ def install(monkeypatch: Any, fake: FakeCuda) -> None:
     monkeypatch.setattr(accelerator, "new_event", fake.new_event)
     monkeypatch.setattr(torch.accelerator, "synchronize", fake.synchronize)
     monkeypatch.setattr(accelerator, "current_stream", fake.current_stream)
+    monkeypatch.setattr(accelerator, "_has_record_stream", lambda _: True)
     monkeypatch.setattr(accelerator, "has_streams", lambda device: device.type != "cpu")
