@@ -105,8 +105,11 @@ void GradTable::fired(size_t i) {
   if (is_timed.load(std::memory_order_relaxed)) {
     stamp(i);
   }
-  note_stream(i);  // also of what Python takes: whoever flattens waits for all
-  const bool is_elsewhere = params_[i].is_cpu() && !is_owner();
+  const bool is_cpu = params_[i].is_cpu();
+  if (!is_cpu) {
+    note_stream(i);  // also of what Python takes: whoever flattens waits for all
+  }
+  const bool is_elsewhere = is_cpu && !is_owner();
   if ((codes_[i] != unset_ || is_elsewhere) && !call_python(admit_, i)) {
     return;
   }
@@ -132,9 +135,6 @@ void GradTable::fired(size_t i) {
 
 // Every type of device answers through the guard that it has registered with torch.
 void GradTable::note_stream(size_t i) {
-  if (params_[i].is_cpu()) {
-    return;
-  }
   const auto device = params_[i].device();
   const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const std::lock_guard<std::mutex> lock(mutex_);

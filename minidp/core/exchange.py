@@ -55,7 +55,7 @@ class Exchange:
         # The sum, or a row for each rank, valid after `settle`; None before the first.
         self.values: Tensor | None = None
         self._launching, self._waiting = f"launching {what}", f"waiting for {what}"
-        self._device = device
+        self._device, self._is_on_cpu = device, device.type == "cpu"
         self._communicator = communicator
         self._work: Work | None = None  # may outlast the backward
         self._mine: Tensor | None = None  # what this rank brings to it
@@ -113,7 +113,7 @@ class Exchange:
         if self._work is not None:
             with self._communicator.watching(self._waiting):
                 self._communicator.wait(self._work)
-            if self._device.type != "cpu":
+            if not self._is_on_cpu:
                 # They are of the stream that has started it, and this one reads them.
                 use_here(self.values, self._mine)
             self._work = self._mine = None

@@ -245,13 +245,14 @@ def test_wrapped_on_another_stream_than_trained(ctx, views):
 
 
 @on_ranks(2)
-def test_counts_live_until_they_are_sent(ctx):
+@pytest.mark.parametrize("keeps_grads", [False, True])
+def test_counts_live_until_they_are_sent(ctx, keeps_grads):
     module = net(20, 200, 5, device=ctx.device)
     nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
     ddp = DataParallel(module, process_group=ctx.group, average_over="items")
     with no_races():
         for step in range(4):
-            ddp.zero_grad()
+            ddp.zero_grad(set_to_none=not keeps_grads)
             count = torch.full((), 2.0, device=ctx.device)
             loss = ddp(inputs(ctx, step, 20).to(ctx.device)).mean()
             ddp.weigh_loss(loss, count).backward()
@@ -283,13 +284,21 @@ def test_maps_live_until_they_are_read(ctx, skips):
     del nodes
 
 
+HOOKS = [
+    *("all_reduce_hook", "fp16_compress_hook", "bf16_compress_hook"),
+    *("fp32_accumulate_hook", "int8_error_feedback_hook"),
+]
+
+
 @on_ranks(2)
-def test_a_hook_that_ends_in_a_later_call_keeps_what_it_received(ctx):
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_comm_hook_keeps_what_its_collectives_read(ctx, name):
     module = net(100, 300, 100, 300, device=ctx.device)
     nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
     ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=0.05)
-    hook = comm_hooks.fp32_accumulate_hook
-    ddp.register_comm_hook(comm_hooks.Fp32State(), hook)
+    states = {"fp32": comm_hooks.Fp32State, "int8": comm_hooks.Int8State}
+    state = states.get(name.partition("_")[0], lambda: None)()
+    ddp.register_comm_hook(state, getattr(comm_hooks, name))
     with no_races():
         for step in range(4):
             ddp(inputs(ctx, step, 100).to(ctx.device)).sum().backward()

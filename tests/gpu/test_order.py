@@ -46,6 +46,19 @@ class Branches(nn.Module):
         sides = [torch.cuda.Stream() for _ in "ab"]
         self.streams = [*sides, torch.cuda.default_stream()]
 
+    def make_nodes(self) -> list[Any]:
+        """Make each AccumulateGrad node on the stream of its parameter, and return all.
+
+        Grad hooks run on the streams on which the nodes were made. Without this that
+        would be the one of the constructor, for all of them, and the bucket would have
+        one writer only. Torch's reducer does not wait for the others.
+        """
+        nodes = []
+        for weight, stream in zip(self.weights, self.streams, strict=True):
+            with torch.cuda.stream(stream):
+                nodes.append(torch.autograd.graph.get_gradient_edge(weight).node)
+        return nodes
+
     def forward(self, x: torch.Tensor, cycles: tuple[int, ...]) -> torch.Tensor:
         here, parts = torch.cuda.current_stream(), []
         for k, stream in enumerate(self.streams):
@@ -61,7 +74,9 @@ class Branches(nn.Module):
 def slow_branches(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     """Gradients, and whether the host was ahead of the device in all slow backwards."""
     cycles = measure.cycles_of(SECONDS / 4)
-    ddp = wrap(Branches().to(ctx.device), **options)
+    branches = Branches().to(ctx.device)
+    nodes = branches.make_nodes() if wrap is DataParallel else []
+    ddp = wrap(branches, **options)
     history, is_ahead = [], []
     for step, slow in enumerate([None] * WARM_UP + [1, 2]):  # a side stream, no side
         ddp.zero_grad()
@@ -72,6 +87,7 @@ def slow_branches(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
         end.record()
         is_ahead.append(not end.query())
         history.append(scenarios.grads(ddp))
+    del nodes  # they were alive until here
     is_judged = isinstance(ddp, DataParallel) and dist.get_backend(ctx.group) == "nccl"
     return history, not is_judged or all(is_ahead[WARM_UP:])
 
