@@ -224,9 +224,6 @@ class Bucket(ABC):
     def write_averages(self, kept: Slots) -> None:
         """Write the payload times `factor` to ``.grad``, but not for ``kept`` slots."""
 
-    def let_go(self) -> None:  # noqa: B027 -- sparse: it keeps no memory
-        """Let the allocator reuse the buffer only behind what is queued now."""
-
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""
 

@@ -107,14 +107,10 @@ class DenseBucket(Bucket):
             for k, entry in entries
         ]
 
-    def let_go(self) -> None:  # noqa: D102
-        if self.streams is not None and self._memory is not None:
-            # The stream that has made the buffer may be another one, and runs on.
-            accelerator.use_here(self.payload)
-
     def _release(self) -> None:
         """Let go of the buffer, so that only gradients that are views keep it alive."""
-        self.let_go()
+        if self.streams is not None:  # another stream than this one may have made it
+            accelerator.use_here(self.payload)
         self._memory = self.native = None
         self.views = []
         del self.payload, self._values, self._copy_plan

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidp.accelerator import After, Download, use_here
+from minidp.accelerator import After, Download, aside, use_here
 from minidp.comm import Communicator
 
 from .exchange import Exchange
@@ -110,7 +110,7 @@ class ItemCounts(Observer):
             communicator,
             by_rank=True,
         )
-        self._communicator = communicator
+        self._communicator, self._device = communicator, device
         self._sampled = sampled
         self.divisor = 1  # by which gradients were divided before they travelled
         # What reduced gradients are multiplied by: a tensor if only the device knows.
@@ -275,14 +275,21 @@ class ItemCounts(Observer):
         Raises:
             ItemCountError: As `refuse_counts` says.
         """
-        self._facts = facts = self.exchange.take().view(-1, 3)
         self.holds_averages = True
-        if facts.is_cpu:
+        if self._device.type == "cpu":
+            self._facts = facts = self.exchange.take().view(-1, 3)
             rows = facts.tolist()
             refuse_counts(self._communicator.rank, rows)
             self.scale = self.divisor / sum([row[_COUNT] for row in rows])
             return
-        self._late = Download(facts)
+        # The counts are there long before the last gradient. A stream of our own brings
+        # them to the host, so that `check` does not wait for the rest of the backward.
+        with aside(self._device):
+            self._facts = facts = self.exchange.take().view(-1, 3)
+            self._late = Download(facts)
+            arrived = After(self._device)
+        arrived.hold_back()
+        use_here(facts)
         self.scale = torch.reciprocal(facts[:, _COUNT].sum()) * self.divisor
         if applies_grads:
             self.check()

@@ -6,6 +6,7 @@ Each of these scenarios was wrong once, in a way that only a device shows.
 from __future__ import annotations
 
 import contextlib
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import minidp
 from minidp import DataParallel, comm_hooks, native
-from minidp.comm import barrier
+from minidp.comm import Communicator, FutureWork, barrier
 from minidp.replica.digest import sum_of_bits
 from tests.support.ranks import on_ranks
 
@@ -81,6 +83,22 @@ def train(ctx, module, steps, *, backward=None, keeps_grads=False, **options):
     return [param.detach().cpu() for param in ddp.parameters()]
 
 
+class TwoOutputs(nn.Module):
+    """Each output is computed on a stream of its own."""
+
+    def __init__(self, side: torch.Stream) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.side = side
+
+    def forward(self, x):
+        here = torch.accelerator.current_stream()
+        self.side.wait_stream(here)
+        with self.side:
+            second = self.second(x)
+        return self.first(x), second
+
+
 # ----------------------------------------------------------------------- the host waits
 
 
@@ -107,13 +125,52 @@ def test_counts_of_items_on_the_device_are_sent_without_a_host_wait(ctx):
     assert all(map(torch.equal, found, expected))
 
 
+@on_ranks(2)
+def test_items_that_are_counted_on_another_stream(ctx):
+    """The backward does not depend on that stream, so that only an event orders it."""
+    ddp = DataParallel(
+        net(20, 5, device=ctx.device), process_group=ctx.group, average_over="items"
+    )
+    side = stream(ctx)
+    with no_races():
+        for step in range(3):
+            ddp.zero_grad()
+            loss = ddp(inputs(ctx, step, 20).to(ctx.device)).sum()
+            with side:
+                ddp.count_items(torch.full((), 2.0, device=ctx.device))
+            loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_old_averages_are_looked_at_on_another_stream_than_counts_are_sent(
+    ctx, is_first
+):
+    side = stream(ctx)
+    module = TwoOutputs(side).to(ctx.device)
+    params = list(module.parameters())
+    nodes = []
+    for k, param in enumerate(params):
+        with side if (k < 2) == is_first else contextlib.nullcontext():
+            nodes.append(torch.autograd.graph.get_gradient_edge(param).node)
+    ddp = DataParallel(module, process_group=ctx.group, average_over="items")
+    with no_races():
+        for step in range(4):
+            ddp.zero_grad(set_to_none=False)
+            first, second = ddp(inputs(ctx, step, 20).to(ctx.device))
+            ddp.count_items(2)
+            torch.accelerator.current_stream().wait_stream(side)
+            (first.sum() + second.sum()).backward()
+    del nodes
+
+
 class TwoHeads(nn.Module):
-    """On each rank only one of the heads is used."""
+    """Each rank uses one head of its own, and nobody uses the last one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.heads = nn.ModuleList(nn.Linear(20, 20) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(20, 20) for _ in range(4))
         self.rank = rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +188,39 @@ def test_unused_parameters_cost_one_host_wait_for_each_question(ctx, skips):
         with sim.costs() as costs:
             ddp(x).sum().backward()
         assert len(costs.host_waits) <= (2 if skips else 1)
+
+
+@on_ranks(2)
+def test_the_step_waits_for_the_counts_and_not_for_the_rest_of_the_backward(ctx):
+    module = net(50, 50, 50, 50, device=ctx.device)
+    options = {"average_over": "items", "bucket_cap_mb": 0.005}
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    here = torch.accelerator.current_stream()
+    place = here.device_index, here.stream_id
+    too_late = threading.Event()
+
+    def stop_the_device(_grad):
+        sim.load().drain()
+        sim.load().hold(*place)
+
+    def go_on():
+        too_late.set()
+        sim.load().let_go(*place)
+
+    for step in range(WARM_UP + 1):
+        optimizer.zero_grad()
+        hidden = ddp(inputs(ctx, step, 50).to(ctx.device))
+        if step == WARM_UP:  # the first layer's gradients come last
+            module[0].weight.register_hook(stop_the_device)
+        ddp.weigh_loss(hidden.mean(), torch.tensor(3.0).to(ctx.device)).backward()
+        timer = threading.Timer(20.0, go_on)
+        timer.start()
+        optimizer.step()
+        timer.cancel()
+    is_in_time = not too_late.is_set()
+    sim.load().let_go(*place)
+    assert is_in_time
 
 
 @on_ranks(2)
@@ -169,19 +259,22 @@ def test_a_count_on_the_device_of_a_module_on_the_cpu(ctx):
 
 @on_ranks(2)
 @pytest.mark.parametrize("views", [False, True])
-def test_nodes_of_several_streams_write_one_bucket(ctx, views):
-    module = net(20, 300, 20, 5, device=ctx.device)
+@pytest.mark.parametrize("keeps_grads", [False, True])
+def test_nodes_of_several_streams_write_one_bucket(ctx, views, keeps_grads):
+    options = {"gradient_as_bucket_view": views, "keeps_grads": keeps_grads}
+    widths = 20, 1000, 20, 5  # hooks copy the large gradients
+    module = net(*widths, device=ctx.device)
     nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
     with no_races():
-        found = train(ctx, module, 5, gradient_as_bucket_view=views)
-    expected = train(ctx, net(20, 300, 20, 5), 5, gradient_as_bucket_view=views)
+        found = train(ctx, module, 5, **options)
+    expected = train(ctx, net(*widths), 5, **options)
     assert all(map(torch.equal, found, expected))
     del nodes
 
 
 @on_ranks(2)
 def test_the_extensions_hooks_run_on_the_device(ctx):
-    module = net(20, 300, 20, 5, device=ctx.device)
+    module = net(20, 1000, 20, 5, device=ctx.device)
     nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
     ddp = DataParallel(module, process_group=ctx.group)
     has_hooks = ddp._reducer.hooks.native_table is not None
@@ -194,29 +287,20 @@ def test_the_extensions_hooks_run_on_the_device(ctx):
 
 @on_ranks(2)
 def test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for(ctx):
-    """The rest runs on another stream, on which the bucket is flattened."""
-    first, second = (net(200, 200, device=ctx.device) for _ in range(2))
-    module = nn.ModuleList([first, second])
-    sides = [stream(ctx), stream(ctx)]
-    nodes = [*with_nodes_on(first, sides[:1]), *with_nodes_on(second, sides[1:])]
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.both = module
-
-        def forward(self, x):
-            return self.both[0](x), self.both[1](x)
-
-    ddp = DataParallel(Both(), process_group=ctx.group)
+    """The rest of the backward runs on another stream, on which it is flattened."""
+    side, third = stream(ctx), stream(ctx)
+    module = TwoOutputs(side).to(ctx.device)
+    nodes = [*with_nodes_on(module.first, [third])]
+    nodes += with_nodes_on(module.second, [side])
+    ddp = DataParallel(module, process_group=ctx.group)
     with no_races():
         for step in range(4):
             ddp.zero_grad()
-            left, right = ddp(inputs(ctx, step, 200).to(ctx.device))
-            left.sum().backward()  # paused: the other half is missing
-            here = torch.accelerator.current_stream()
-            sides[1].wait_stream(here)
-            right.sum().backward()
+            first, second = ddp(inputs(ctx, step, 20).to(ctx.device))
+            first.sum().backward()  # paused: the other half is missing
+            with side:
+                second.sum().backward()
+            torch.accelerator.current_stream().wait_stream(side)
     del nodes
 
 
@@ -242,6 +326,21 @@ def test_wrapped_on_another_stream_than_trained(ctx, views):
             with side:  # takes what was freed of this stream's memory
                 for size in (300, 18000, 18300, 36360):
                     torch.ones(size, device=ctx.device)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_lazy_buckets_of_other_streams(ctx, views):
+    """Each backward makes a bucket on another stream, and moves gradients there."""
+    options = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": views}
+    module = net(60, 300, 60, device=ctx.device)
+    nodes = with_nodes_on(module, [stream(ctx), stream(ctx)])
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    with no_races():
+        for step in range(6):
+            ddp.zero_grad(set_to_none=step == 3)
+            ddp(inputs(ctx, step, 60).to(ctx.device)).sum().backward()
+    del nodes
 
 
 @on_ranks(2)
@@ -360,33 +459,54 @@ def test_a_group_of_the_device_alone(ctx):
         ddp(inputs(ctx, step, 20).to(ctx.device)).sum().backward()
 
 
+@contextlib.contextmanager
+def held(ctx):
+    """Let the current stream of the device do nothing in the block."""
+    here = torch.accelerator.current_stream()
+    sim.load().drain()
+    sim.load().hold(here.device_index, here.stream_id)
+    try:
+        yield
+    finally:
+        sim.load().let_go(here.device_index, here.stream_id)
+        sim.load().drain()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_what_runs_on_the_device_is_known_until_it_ends(ctx, has_hook):
-    ddp = DataParallel(net(50, 50, device=ctx.device), process_group=ctx.group)
-    if has_hook:  # its future is done as soon as its kernels are queued
-        ddp.register_comm_hook(None, comm_hooks.all_reduce_hook)
-    x = torch.ones(4, 50, device=ctx.device)
-    for _ in range(WARM_UP):
-        ddp(x).sum().backward()
-    communicator = ddp._reducer.communicator
-    sim.load().drain()
-    communicator.limit = 0.0  # what runs is late
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_runs_on_the_device_is_known_until_it_ends(ctx, has_hook, waits):
+    communicator = Communicator(ctx.group, -1.0, device=ctx.device)  # late at once
+    with held(ctx):
+        x = torch.ones(100, device=ctx.device)
+        work = torch.distributed.all_reduce(x, group=ctx.group, async_op=True)
+        if has_hook:  # done as soon as its kernels are queued
+            work = FutureWork(work.get_future().then(lambda done: done.value()[0]))
+            assert work.is_completed()
+        with communicator.watching("launching the all-reduce", 0):
+            communicator.note_started(work, ctx.device)
+        if waits:
+            communicator.wait(work)
+        late = communicator.find_late_on_device()
+    assert late is not None
     assert communicator.find_late_on_device() is None
-    here = torch.accelerator.current_stream()
-    sim.load().hold(here.device_index, here.stream_id)
-    loss = ddp(x).sum()
-    communicator.limit = 600.0
-    loss.backward()
-    with communicator._lock:
-        for each in communicator._on_device:
-            each.allowed = 0.0
-    is_known = communicator.find_late_on_device() is not None
-    communicator.limit = 600.0
-    with communicator._lock:
-        for each in communicator._on_device:
-            each.allowed = 600.0
-    sim.load().let_go(here.device_index, here.stream_id)
-    sim.load().drain()
-    assert is_known
-    assert communicator._oldest_on_device() is None
+
+
+@on_ranks(2)
+def test_a_recording_has_the_times_of_the_device(ctx):
+    module = net(50, 50, device=ctx.device)
+    ddp = DataParallel(module, process_group=ctx.group)
+    x = torch.ones(4, 50, device=ctx.device)
+    sim.delay(2000, seed=1)
+    with minidp.record(ddp) as recording:
+        for step in range(WARM_UP + 3):
+            waits = sim.no_host_waits() if step > WARM_UP else contextlib.nullcontext()
+            with waits:
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+    sim.delay(0, seed=0)
+    steps = recording.timeline().steps
+    assert len(steps) >= WARM_UP
+    assert all(
+        bucket.done_ns > bucket.launched_ns for s in steps for bucket in s.buckets
+    )
