@@ -58,6 +58,8 @@ class DenseBucket(Bucket):
         self.shared = shared
         self._is_lazy = config.lazy_bucket_allocation and shared is None
         self._memory: kernels.Memory | None = None
+        # When a lazy buffer was made, on the stream of the hook that has made it.
+        self._made: accelerator.After | None = None
         if not self._is_lazy:
             self._allocate()
             # On a device one kernel copies all gradients when the bucket is full.
@@ -100,6 +102,8 @@ class DenseBucket(Bucket):
         """
         before = [param.grad for param in self.params]
         self._allocate()
+        if self.streams is not None:
+            self._made = accelerator.After(self.plan.device)
         if self._as_view:
             self._move_to_views()
         return [
@@ -111,7 +115,7 @@ class DenseBucket(Bucket):
         """Let go of the buffer, so that only gradients that are views keep it alive."""
         if self.streams is not None:  # another stream than this one may have made it
             accelerator.use_here(self.payload)
-        self._memory = self.native = None
+        self._memory = self.native = self._made = None
         self.views = []
         del self.payload, self._values, self._copy_plan
 
@@ -140,6 +144,8 @@ class DenseBucket(Bucket):
         """
         if self._memory is None:
             grad = cast("Tensor", self._allocate_for([(k, grad)])[0])
+        elif self._made is not None:  # perhaps by a hook on another stream
+            self._made.hold_back()
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
         is_here = grad is view or (self._as_view and self._owns(grad))
