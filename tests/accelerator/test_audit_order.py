@@ -221,14 +221,11 @@ def test_a_bad_count_on_the_device_stops_the_step(ctx):
 def test_a_count_on_the_device_of_a_module_on_the_cpu(ctx):
     group = torch.distributed.new_group(backend="gloo")
     ddp = DataParallel(net(4, 2), process_group=group, average_over="items")
-    side = stream(ctx)
-    sim.load().hold(0, side.stream_id)
-    with side:
-        count = torch.full((), 2.0 + ctx.rank, device=ctx.device) * 1.0
+    with no_races():
         loss = ddp(torch.ones(3, 4)).sum()
-        ddp.count_items(count)
-    sim.load().let_go(0, side.stream_id)
-    loss.backward()
+        with stream(ctx):
+            ddp.count_items(torch.full((), 2.0 + ctx.rank, device=ctx.device))
+        loss.backward()
     assert ddp.item_totals.count == 5
 
 
