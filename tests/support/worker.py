@@ -39,6 +39,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support import sim
+
 Ranks = tuple[int, ...]
 CPU = torch.device("cpu")
 
@@ -142,8 +144,10 @@ def serve(connection: Connection, setup: Setup) -> None:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
+    if setup.device.startswith("sim"):
+        sim.load()  # not before, because its threads do not survive a fork
     if setup.device != "cpu":
-        torch.cuda.set_device(setup.device)
+        torch.accelerator.set_device_index(torch.device(setup.device))
     groups = _make_groups(setup)
     gc.freeze()
     connection.send_bytes(b"ready")
@@ -206,13 +210,19 @@ def _answer(
     return Reply(
         result=result,
         finished_at=time.monotonic(),
-        # Private to torch: the number its own flight recorder compares between ranks.
         issued={
-            ranks: int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+            ranks: _num_collectives(group, {"cpu", torch.device(setup.device).type})
             for ranks, group in groups.items()
         },
         groups_made=dist.distributed_c10d._world.group_count,
     )
+
+
+def _num_collectives(group: dist.ProcessGroup, types: set[str]) -> int:
+    # Private to torch: the numbers its own flight recorder compares between ranks. A
+    # group of several backends does not know one.
+    backends: list[Any] = [group._get_backend(torch.device(kind)) for kind in types]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def _run(job: Job, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]) -> Any:

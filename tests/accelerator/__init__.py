@@ -1,0 +1,1 @@
+"""Trainings on a simulated accelerator, which reports races and host waits."""

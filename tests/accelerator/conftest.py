@@ -1,0 +1,23 @@
+"""Ranks on the simulated accelerator, in the place of those on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import sim
+from tests.support.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Two rank processes, each with its own simulated devices; built at first use."""
+    try:
+        sim.build()
+    except sim.NotBuilt as error:
+        pytest.skip(str(error))
+    ranks = Pool(2, backend=f"cpu:gloo,sim:{sim.BACKEND}", devices=["sim:0"] * 2)
+    ranks.start()
+    yield ranks
+    ranks.close()
