@@ -77,8 +77,8 @@ def load() -> ModuleType:
 
 def _make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloos = [
-        dist.ProcessGroupGloo(  # type: ignore[attr-defined]
-            dist.PrefixStore(f"{BACKEND}{device}", store),
+        dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{BACKEND}{device}", store),  # type: ignore[attr-defined]
             rank,
             size,
             timeout + _LONGER,
