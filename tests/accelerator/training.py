@@ -1,17 +1,31 @@
-"""Trainings on the simulated device, and on the CPU for their bits."""
+"""Trainings on the simulated device, and on the CPU for their bits.
+
+A scenario is a function of a `Run`: it makes models, wraps and trains them, and returns
+tensors. The run says on which device, by which wrapper, and in which of the ways in
+which a script can use streams; it counts what the device was asked to do meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from tests.support import sim
 
+# How a script uses streams. Hooks of gradients run on the stream that was current when
+# the node of their parameter was made: `mixed_nodes` gives neighbours different ones.
+WAYS = ("default", "wrapped_aside", "run_aside", "mixed_nodes")
+STEPS = 5
+SMALL = {"bucket_cap_mb": 4 / 1024}  # several buckets
+
 
 @contextlib.contextmanager
-def no_races():
+def no_races() -> Iterator[None]:
     """Fail if the block has a race; those before it do not count."""
     sim.load().drain()
     sim.races()
@@ -21,7 +35,126 @@ def no_races():
     assert not found, "\n".join(found)
 
 
-def conv_net():
+class Run:
+    """One training.
+
+    Args:
+        ctx: The rank's context.
+        wrapper: torch's class, or minidp's.
+        kind: ``"cpu"`` or ``"sim"``.
+        way: One of `WAYS`; on the CPU all are the same.
+    """
+
+    def __init__(self, ctx: Any, wrapper: Any, kind: str, way: str = "default") -> None:
+        self.ctx, self.wrapper, self.kind = ctx, wrapper, kind
+        self.on_device = kind != "cpu"
+        self.way = way if self.on_device else "default"
+        self.costs = sim.Costs()  # of all steps
+        self.construction = sim.Costs()
+        self._nodes: list[Any] = []
+
+    def device(self, index: int = 0) -> torch.device:
+        """Return a device; on the CPU there is one."""
+        return torch.device(self.kind, index) if self.on_device else torch.device("cpu")
+
+    def batch(self, step: int, *shape: int) -> torch.Tensor:
+        """Return other numbers on each rank and in each step."""
+        generator = torch.Generator().manual_seed(100 * step + self.ctx.rank)
+        batch = torch.randn(shape or (6, 12), generator=generator)
+        return batch.pin_memory().to(self.device(), non_blocking=True)
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        """Wrap a module of the device, in the way of this run."""
+        if self.way == "mixed_nodes":
+            self._make_nodes(module)
+        with self._aside(self.way == "wrapped_aside"), self.count(self.construction):
+            return self.wrapper(module, process_group=self.ctx.group, **options)
+
+    def _make_nodes(self, module: nn.Module) -> None:
+        sides = [torch.Stream("sim") for _ in range(2)]
+        for index, param in enumerate(module.parameters()):
+            with sides[index % 2]:
+                node = torch.autograd.graph.get_gradient_edge(param).node
+            self._nodes.append(node)  # or it is made again
+
+    def training(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a model is trained."""
+        return self._aside(self.way == "run_aside")
+
+    @contextlib.contextmanager
+    def _aside(self, is_aside: bool) -> Iterator[None]:
+        if not is_aside:
+            yield
+            return
+        here, side = torch.accelerator.current_stream(), torch.Stream("sim")
+        side.wait_stream(here)
+        with side:
+            yield
+        here.wait_stream(side)
+
+    @contextlib.contextmanager
+    def count(self, costs: sim.Costs) -> Iterator[None]:
+        """Add what the block costs."""
+        if not self.on_device:
+            yield
+            return
+        gc.collect()
+        with sim.costs() as found:
+            yield
+        costs.kernels += found.kernels
+        costs.collectives += found.collectives
+        costs.host_waits += found.host_waits
+        costs.peak = max(costs.peak, found.peak)
+
+    def train(
+        self,
+        model: nn.Module,
+        steps: int = STEPS,
+        *,
+        step: Callable[[int], object] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        set_to_none: bool = True,
+    ) -> list[torch.Tensor]:
+        """Train, and return all gradients of each step, and the parameters at last.
+
+        Args:
+            model: What is trained.
+            steps: How many steps.
+            step: Does the forward and the backward of step ``n``.
+            optimizer: SGD with momentum if None.
+            set_to_none: As of `torch.optim.Optimizer.zero_grad`.
+        """
+        step = step or (lambda n: model(self.batch(n)).square().mean().backward())
+        sgd = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        found: list[torch.Tensor] = []
+        with self.training():
+            for number in range(steps):
+                with self.count(self.costs):
+                    sgd.zero_grad(set_to_none=set_to_none)
+                    step(number)
+                    sgd.step()
+                found += [
+                    p.grad.clone() for p in model.parameters() if p.grad is not None
+                ]
+            found += [value.clone() for value in model.state_dict().values()]
+        return found
+
+
+def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies on the CPU."""
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+def net() -> nn.Sequential:
+    """Return a small network with several buckets, always the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.ReLU()),
+        *(nn.Linear(30, 20), nn.LayerNorm(20), nn.Linear(20, 4)),
+    )
+
+
+def conv_net() -> nn.Sequential:
     """Return a small network of many kinds of layers, always the same."""
     torch.manual_seed(0)
     return nn.Sequential(

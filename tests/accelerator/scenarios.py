@@ -1,0 +1,239 @@
+"""What is trained: features that torch's DDP has, too, and those of minidp alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+import minidp
+from minidp import DataParallel, comm_hooks
+from tests.accelerator.training import SMALL, STEPS, Run, conv_net, net
+
+Tensors = list[torch.Tensor]
+
+# ------------------------------------------------------------------ both, by options only
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small_buckets": SMALL,
+    "views": {"gradient_as_bucket_view": True} | SMALL,
+    "find_unused": {"find_unused_parameters": True} | SMALL,
+    "static_graph": {"static_graph": True} | SMALL,
+    "views_of_a_static_graph": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+def with_options(run: Run, name: str) -> Tensors:
+    """A training with options of torch."""
+    return run.train(run.wrap(net().to(run.device()), **OPTIONS[name]))
+
+
+def keeps_gradients(run: Run, name: str) -> Tensors:
+    """The same with `zero_grad(set_to_none=False)`."""
+    model = run.wrap(net().to(run.device()), **OPTIONS[name])
+    return run.train(model, set_to_none=False)
+
+
+# ------------------------------------------------------------------------- both, by calls
+
+
+class Branches(nn.Module):
+    """Uses one of its branches, another one in each step and on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.last = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.last(self.branches[branch % 3](x))
+
+
+def unused_branches(run: Run) -> Tensors:
+    """Parameters without gradient, others on each rank."""
+    model = run.wrap(Branches().to(run.device()), find_unused_parameters=True, **SMALL)
+
+    def step(n: int) -> None:
+        model(run.batch(n), n + run.ctx.rank).square().mean().backward()
+
+    return run.train(model, step=step)
+
+
+def accumulation(run: Run) -> Tensors:
+    """`no_sync` in two of three backwards."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+
+    def step(n: int) -> None:
+        with model.no_sync():
+            for k in range(2):
+                model(run.batch(10 * n + k)).square().mean().backward()
+        model(run.batch(10 * n + 2)).square().mean().backward()
+
+    return run.train(model, step=step)
+
+
+def compressed(run: Run) -> Tensors:
+    """The comm hook that sends fp16."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    ours = isinstance(model, DataParallel)
+    hooks: Any = comm_hooks if ours else default_hooks
+    model.register_comm_hook(run.ctx.group, hooks.fp16_compress_hook)
+    return run.train(model)
+
+
+def hook_of_the_user(run: Run) -> Tensors:
+    """A comm hook with work of its own on the result."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch would compare
+        buffer = bucket.buffer().div_(2)
+        work = torch.distributed.all_reduce(buffer, group=run.ctx.group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] * 1.5)
+
+    model = run.wrap(net().to(run.device()), **SMALL)
+    model.register_comm_hook(None, hook)
+    return run.train(model)
+
+
+def module_buffers(run: Run) -> Tensors:
+    """Batch norms, whose buffers are sent from rank 0 before each forward."""
+    model = run.wrap(conv_net().to(run.device()), **SMALL)
+    torch.manual_seed(5)  # for the dropout
+
+    def step(n: int) -> None:
+        model(run.batch(n, 4, 3, 12, 12)).square().mean().backward()
+
+    return run.train(model, step=step)
+
+
+class Checkpointed(nn.Module):
+    """Computes the activations of its first half again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = net()
+        self.first, self.second = layers[:4], layers[4:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+def activation_checkpointing(run: Run) -> Tensors:
+    """Parts of the forward run in the backward."""
+    return run.train(run.wrap(Checkpointed().to(run.device()), **SMALL))
+
+
+class TwoDevices(nn.Module):
+    """Its halves are on two devices."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        layers = net()
+        self.first = layers[:4].to(run.device(0))
+        self.second = layers[4:].to(run.device(1))
+        self.there = run.device(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).to(self.there, non_blocking=True))
+
+
+def two_devices(run: Run) -> Tensors:
+    """A process with parameters on two devices."""
+    return run.train(run.wrap(TwoDevices(run), **SMALL))
+
+
+def uneven_inputs(run: Run) -> Tensors:
+    """`join`: rank 1 has two batches more than rank 0."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with run.training(), model.join():
+        for n in range(2 + 2 * run.ctx.rank):
+            sgd.zero_grad()
+            model(run.batch(n)).square().mean().backward()
+            sgd.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def copied(run: Run) -> Tensors:
+    """A deep copy of the module, wrapped and trained after the original."""
+    module = net().to(run.device())
+    found = run.train(run.wrap(module, **SMALL), 2)
+    return found + run.train(run.wrap(copy.deepcopy(module), **SMALL), 2)
+
+
+BOTH = (
+    *(unused_branches, accumulation, compressed, hook_of_the_user, module_buffers),
+    *(activation_checkpointing, two_devices, uneven_inputs, copied),
+)
+
+# --------------------------------------------------------------------------- minidp alone
+
+
+def items(run: Run) -> Tensors:
+    """Averages over items, of which each rank has another number."""
+    model = run.wrap(net().to(run.device()), average_over="items", **SMALL)
+
+    def step(n: int) -> None:
+        batch = run.batch(n, 3 + (n + run.ctx.rank) % 3, 12)
+        model.count_items(len(batch))
+        model(batch).square().sum(1).sum().backward()
+
+    return run.train(model, step=step)
+
+
+def replicas_checked(run: Run) -> Tensors:
+    """Digests of the parameters are compared in each step."""
+    return run.train(run.wrap(net().to(run.device()), check_replicas_every=1, **SMALL))
+
+
+def finite(run: Run) -> Tensors:
+    """Gradients are looked at for NaN."""
+    return run.train(run.wrap(net().to(run.device()), check_finite_grads=True, **SMALL))
+
+
+def automatic_buckets(run: Run) -> Tensors:
+    """Layouts are tried and timed."""
+    return run.train(run.wrap(net().to(run.device()), bucket_cap_mb="auto"), 30)
+
+
+def lazy_buckets(run: Run) -> Tensors:
+    """Buckets are allocated in the first backward."""
+    return run.train(
+        run.wrap(net().to(run.device()), lazy_bucket_allocation=True, **SMALL)
+    )
+
+
+def recorded(run: Run) -> Tensors:
+    """All moments of a training are recorded."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    with minidp.record(model):
+        return run.train(model)
+
+
+def speed_watched(run: Run) -> Tensors:
+    """Phases of all ranks are compared."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    watch = minidp.watch_speed(model)
+    found = run.train(model)
+    watch.stop()
+    return found
+
+
+def made_fresh(run: Run) -> Tensors:
+    """A training that goes on after `reset`."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    found = run.train(model, 2)
+    model.reset()
+    return found + run.train(model, 2)
+
+
+OURS = (
+    *(items, replicas_checked, finite, automatic_buckets, lazy_buckets),
+    *(recorded, speed_watched, made_fresh),
+)
+__all__ = ["BOTH", "OPTIONS", "OURS", "STEPS", "keeps_gradients", "with_options"]
