@@ -144,6 +144,7 @@ class Costs:
 def costs(device: int = 0) -> Iterator[Costs]:
     """Count what this block costs on a device; the result is complete at its end."""
     library, found = load(), Costs()
+    library.drain()  # collectives keep their tensors until they are over
     library.reset_peak(device)
     before, _, _ = library.memory(device)
     library.take_counters()

@@ -11,6 +11,7 @@
 #include <list>
 #include <thread>
 
+#include "memory.h"
 #include "tensors.h"
 
 namespace sim {
@@ -93,13 +94,34 @@ struct Health {
   }
 };
 
+// The tensors of a collective. As NCCL's group, ours keeps them until a stream waits for the
+// collective, or until it is over, whatever comes first.
+class Held {
+ public:
+  explicit Held(Tensors tensors) : tensors_(std::move(tensors)) {}
+  void let_go() {
+    take();
+  }
+  void let_go_at_end(const Clock& end) {
+    for (const auto& tensor : take()) mark_safe_to_free(tensor.const_data_ptr(), end);
+  }
+
+ private:
+  Tensors take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(tensors_, {});
+  }
+  std::mutex mutex_;
+  Tensors tensors_;
+};
+
 class Work final : public c10d::Work {
  public:
   Work(int rank, const Collective& collective, std::shared_ptr<Health> health, bool is_barrier)
       : c10d::Work(rank, collective.type),
         device_(collective.device),
         outputs_(collective.outputs),
-        held_(std::make_shared<Tensors>(collective.tensors)),
+        held_(std::make_shared<Held>(collective.tensors)),
         health_(std::move(health)),
         is_barrier_(is_barrier) {
     const std::vector<c10::Device> devices{{kSim, static_cast<c10::DeviceIndex>(device_)}};
@@ -130,7 +152,7 @@ class Work final : public c10d::Work {
   void synchronize() override {
     auto& stream = current_stream(device_);
     if (mutant != "work") wait_for(stream, end_);
-    held_->clear();  // the current stream is behind the collective now, and so is who reuses them
+    held_->let_go();  // the current stream is behind the collective now, and so is who reuses them
   }
   bool wait(milliseconds) override {
     synchronize();
@@ -145,22 +167,21 @@ class Work final : public c10d::Work {
     return outputs_;
   }
 
-  std::shared_ptr<Tensors> held() const {
+  std::shared_ptr<Held> held() const {
     return held_;
   }
 
  private:
   const int device_;
   const Tensors outputs_;
-  const std::shared_ptr<Tensors> held_;
+  const std::shared_ptr<Held> held_;
   const std::shared_ptr<Health> health_;
   const bool is_barrier_;
   MomentPtr end_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What is launched and not known to be over. The watchdog lets its tensors go when it is, and acts
-// when it is late.
+// What is launched and not known to be over, and the watchdog, which acts when it is late.
 class Outstanding {
  public:
   Outstanding(std::shared_ptr<Health> health, milliseconds timeout)
@@ -175,22 +196,9 @@ class Outstanding {
     watchdog_.join();
   }
 
-  void add(std::string name, MomentPtr end, std::shared_ptr<Tensors> held) {
+  void add(std::string name, MomentPtr end) {
     std::lock_guard<std::mutex> lock(mutex_);
-    entries_.push_back({std::move(name), std::move(end), std::move(held), SteadyClock::now()});
-  }
-
-  void let_go_of_finished() {
-    std::vector<std::shared_ptr<Tensors>> finished;  // freed without the lock
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto entry = entries_.begin(); entry != entries_.end();) {
-      if (!entry->end->has_happened()) {
-        ++entry;
-        continue;
-      }
-      finished.push_back(std::move(entry->held));
-      entry = entries_.erase(entry);
-    }
+    entries_.push_back({std::move(name), std::move(end), SteadyClock::now()});
   }
 
   void set_timeout(milliseconds timeout) {
@@ -202,7 +210,6 @@ class Outstanding {
   struct Entry {
     std::string name;
     MomentPtr end;
-    std::shared_ptr<Tensors> held;
     SteadyClock::time_point since;
   };
 
@@ -214,6 +221,7 @@ class Outstanding {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait_for(lock, kInterval, [this] { return is_closed_; });
         if (is_closed_) return;
+        entries_.remove_if([](const Entry& entry) { return entry.end->has_happened(); });
         for (const auto& entry : entries_)
           if (late.empty() && !entry.end->has_happened() &&
               SteadyClock::now() - entry.since > timeout_)
@@ -498,8 +506,8 @@ class Group final : public c10d::Backend {
     sim::launch(stream, all.name, all.ranges, run, Kind::kCollective);
     const auto end = record(stream);
     last_.at(device) = end;
-    outstanding_.let_go_of_finished();
-    outstanding_.add(all.name, end, work->held());
+    outstanding_.add(all.name, end);
+    stream.push([held = work->held(), end] { held->let_go_at_end(end->clock); });
     c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, on, id));
     work->set_end(end);
     return work;

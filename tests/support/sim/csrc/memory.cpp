@@ -27,6 +27,7 @@ struct Block {
   std::set<int64_t> used_on;  // by record_stream
   int num_copies = 0;         // that are pending, of pinned memory
   History history;
+  Clock safe_to_free;  // before which its uses are over
 };
 using PoolKey = std::tuple<int, int64_t, size_t>;  // device, stream, capacity
 struct Waiting {
@@ -68,7 +69,7 @@ std::string describe(const Block& block) {
 Block* make_block(size_t capacity, size_t size, int device, int64_t stream) {
   auto* data = static_cast<char*>(c10::alloc_cpu(capacity));
   std::memset(data, kPoison, capacity);
-  auto* block = new Block{data, capacity, size, device, stream, {}, 0, {}};
+  auto* block = new Block{data, capacity, size, device, stream, {}, 0, {}, {}};
   state().blocks[data] = block;
   return block;
 }
@@ -114,6 +115,7 @@ void release(void* context) {
   StateLock lock(state_mutex());
   auto* block = static_cast<Block*>(context);
   state().usage.at(block->device).allocated -= block->size;
+  block->history.forget(std::exchange(block->safe_to_free, Clock()));
   if (block->used_on.empty()) {
     to_pool(block);
     return;
@@ -251,6 +253,11 @@ int device_of(const void* address) {
   StateLock lock(state_mutex());
   const auto* block = block_at(address);
   return block && block->device != kHost ? block->device : 0;
+}
+
+void mark_safe_to_free(const void* address, const Clock& clock) {
+  StateLock lock(state_mutex());
+  if (auto* block = block_at(address)) block->safe_to_free.merge(clock);
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t num_bytes) {

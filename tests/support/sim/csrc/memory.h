@@ -17,6 +17,10 @@ c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
 int device_of(const void* address);  // 0 if it belongs to none
 
+// Somebody kept this memory until what used it before `clock` was over. So it may be freed; streams
+// that read it must wait all the same.
+void mark_safe_to_free(const void* address, const Clock& clock);
+
 // Give a storage other memory, with as much of its content as fits.
 void resize_storage(c10::StorageImpl& storage, size_t num_bytes);
 
