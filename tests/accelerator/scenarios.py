@@ -16,7 +16,7 @@ from tests.accelerator.training import SMALL, STEPS, Run, conv_net, net
 
 Tensors = list[torch.Tensor]
 
-# ------------------------------------------------------------------ both, by options only
+# ---------------------------------------------------------------- both, by options only
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -39,7 +39,7 @@ def keeps_gradients(run: Run, name: str) -> Tensors:
     return run.train(model, set_to_none=False)
 
 
-# ------------------------------------------------------------------------- both, by calls
+# ----------------------------------------------------------------------- both, by calls
 
 
 class Branches(nn.Module):
@@ -171,7 +171,7 @@ BOTH = (
     *(activation_checkpointing, two_devices, uneven_inputs, copied),
 )
 
-# --------------------------------------------------------------------------- minidp alone
+# ------------------------------------------------------------------------- minidp alone
 
 
 def items(run: Run) -> Tensors:

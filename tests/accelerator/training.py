@@ -52,6 +52,7 @@ class Run:
         self.costs = sim.Costs()  # of all steps
         self.construction = sim.Costs()
         self._nodes: list[Any] = []
+        self._wrappers: list[Any] = []  # live until the device is done with them
 
     def device(self, index: int = 0) -> torch.device:
         """Return a device; on the CPU there is one."""
@@ -68,7 +69,9 @@ class Run:
         if self.way == "mixed_nodes":
             self._make_nodes(module)
         with self._aside(self.way == "wrapped_aside"), self.count(self.construction):
-            return self.wrapper(module, process_group=self.ctx.group, **options)
+            model = self.wrapper(module, process_group=self.ctx.group, **options)
+        self._wrappers.append(model)
+        return model
 
     def _make_nodes(self, module: nn.Module) -> None:
         sides = [torch.Stream("sim") for _ in range(2)]
@@ -140,9 +143,16 @@ class Run:
         return found
 
 
-def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies on the CPU."""
-    return [tensor.detach().cpu() for tensor in tensors]
+def result_of(run: Run, scenario: Scenario) -> list[torch.Tensor]:
+    """Return what a scenario returns, on the CPU; there must be no race in it."""
+    torch.manual_seed(0)
+    if not run.on_device:
+        return scenario(run)
+    sim.delay(100, seed=run.ctx.rank + 1)
+    with no_races():
+        found = scenario(run)
+    sim.delay(0, seed=0)
+    return [tensor.detach().cpu() for tensor in found]
 
 
 def net() -> nn.Sequential:
@@ -162,3 +172,6 @@ def conv_net() -> nn.Sequential:
         *(nn.Flatten(), nn.Linear(288, 64), nn.Dropout(0.3), nn.Tanh()),
         *(nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)),
     )
+
+
+Scenario = Callable[[Run], list[torch.Tensor]]

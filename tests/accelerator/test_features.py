@@ -1,0 +1,77 @@
+"""Each feature of minidp on the simulated device, beside torch's DDP where that has it.
+
+What must hold: the bits of the CPU, no race, and not more than torch's DDP costs, in
+launches and in waits of the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel
+from tests.accelerator.scenarios import (
+    BOTH,
+    OPTIONS,
+    OURS,
+    keeps_gradients,
+    with_options,
+)
+from tests.accelerator.training import WAYS, Run, result_of
+from tests.support import sim
+from tests.support.ranks import on_ranks
+
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def same_bits(ctx, scenario, way):
+    """Run a scenario on the CPU and on the device; return the run on the device."""
+    expected = result_of(Run(ctx, DataParallel, "cpu"), scenario)
+    run = Run(ctx, DataParallel, "sim", way)
+    found = result_of(run, scenario)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    return run
+
+
+def as_cheap_as_torch(ctx, scenario, way):
+    ours = same_bits(ctx, scenario, way).costs
+    theirs = Run(ctx, DistributedDataParallel, "sim", way)
+    scenario(theirs)
+    # Its races are not ours: `test_torch_ddp` shows them.
+    sim.load().drain()
+    sim.races()
+    assert ours.kernels <= theirs.costs.kernels
+    assert ours.collectives <= theirs.costs.collectives
+    assert len(ours.host_waits) <= len(theirs.costs.host_waits), ours.host_waits
+
+
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_torch(ctx, name, way):
+    as_cheap_as_torch(ctx, partial(with_options, name=name), way)
+
+
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("name", ["default", "views"])
+def test_gradients_that_are_kept(ctx, name, way):
+    as_cheap_as_torch(ctx, partial(keeps_gradients, name=name), way)
+
+
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("scenario", BOTH)
+def test_features_of_both(ctx, scenario, way):
+    as_cheap_as_torch(ctx, scenario, way)
+
+
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("scenario", OURS)
+def test_features_of_minidp(ctx, scenario, way):
+    same_bits(ctx, scenario, way)
