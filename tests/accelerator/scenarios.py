@@ -232,8 +232,37 @@ def made_fresh(run: Run) -> Tensors:
     return found + run.train(model, 2)
 
 
+def steps_in_backward(run: Run) -> Tensors:
+    """The optimizer steps on each bucket as soon as that is reduced."""
+    model = run.wrap(net().to(run.device()), **SMALL)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.step_in_backward(sgd)
+
+    def step(n: int) -> None:
+        sgd.zero_grad()
+        model(run.batch(n)).square().mean().backward()
+
+    # The optimizer of `train` has nothing to do.
+    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    return run.train(model, step=step, optimizer=nothing)
+
+
+def attached(run: Run) -> Tensors:
+    """Minidp inside a model that keeps its class."""
+    model = net().to(run.device())
+    with minidp.attach(model, process_group=run.ctx.group, **SMALL):
+        return run.train(model)
+
+
+def views_of_lazy_buckets(run: Run) -> Tensors:
+    """Buckets that are allocated in the first backward, and gradients in them."""
+    options = {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}
+    return run.train(run.wrap(net().to(run.device()), **options, **SMALL))
+
+
 OURS = (
-    *(items, replicas_checked, finite, automatic_buckets, lazy_buckets),
+    *(steps_in_backward, attached, items, replicas_checked, finite),
+    *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
 )
 __all__ = ["BOTH", "OPTIONS", "OURS", "STEPS", "keeps_gradients", "with_options"]
