@@ -206,6 +206,8 @@ def reference(session: nox.Session) -> None:
     """All tests of the reference in Python; what those in one process run of minidp."""
     # Coverage takes 1.4 times as long before Python 3.12, so it is not of all tests.
     words, few = (*REFERENCE, *COVERAGE), FEW_WORKERS
+    # Before the tests, which have a limit of time: it takes a minute, once per machine.
+    session.run(PYTHON, "-m", "tests.support.sim")
     pytest(session, *words, marked=ONE_PROCESS, workers=few, COVERAGE_CORE=CORE)
     # In one run, so that the tests in which ranks wait leave the cores to the others.
     pytest(session, *REFERENCE, marked=f"({SEVERAL_PROCESSES}) or ({FAULT})")
