@@ -39,25 +39,31 @@ def test_collectives(ctx):
     warnings.simplefilter("ignore", FutureWarning)  # torch renames two of them
     with no_races():
         x, peers = filled(ctx, 4), range(2)
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=ctx.group)
         assert x.tolist() == [3] * 4
-        dist.all_reduce(x := filled(ctx, 4), dist.ReduceOp.AVG)
+        dist.all_reduce(x := filled(ctx, 4), dist.ReduceOp.AVG, group=ctx.group)
         assert x.tolist() == [1.5] * 4
-        dist.broadcast(x := filled(ctx, 4), src=1)
+        dist.broadcast(x := filled(ctx, 4), src=1, group=ctx.group)
         assert x.tolist() == [2] * 4
         parts = [torch.empty(2, device="sim") for _ in peers]
-        dist.all_gather(parts, filled(ctx, 2))
+        dist.all_gather(parts, filled(ctx, 2), group=ctx.group)
         assert [part.tolist() for part in parts] == [[1, 1], [2, 2]]
-        dist.all_gather_into_tensor(x := torch.empty(4, device="sim"), filled(ctx, 2))
+        dist.all_gather_into_tensor(
+            x := torch.empty(4, device="sim"), filled(ctx, 2), group=ctx.group
+        )
         assert x.tolist() == [1, 1, 2, 2]
-        dist.reduce_scatter_tensor(x := torch.empty(2, device="sim"), filled(ctx, 4))
+        dist.reduce_scatter_tensor(
+            x := torch.empty(2, device="sim"), filled(ctx, 4), group=ctx.group
+        )
         assert x.tolist() == [3, 3]
-        dist.all_to_all_single(x := torch.empty(4, device="sim"), filled(ctx, 4))
+        dist.all_to_all_single(
+            x := torch.empty(4, device="sim"), filled(ctx, 4), group=ctx.group
+        )
         assert x.tolist() == [1, 1, 2, 2]
         if ctx.rank == 0:
-            dist.send(filled(ctx, 3), dst=1)
+            dist.send(filled(ctx, 3), dst=1, group=ctx.group)
         else:
-            dist.recv(x := filled(ctx, 3), src=0)
+            dist.recv(x := filled(ctx, 3), src=0, group=ctx.group)
             assert x.tolist() == [1, 1, 1]
 
 
@@ -65,9 +71,11 @@ def test_collectives(ctx):
 def test_several_as_one(ctx):
     tensors = [filled(ctx, size) for size in (3, 5)]
     with no_races(), sim.costs() as costs:
-        with dist._coalescing_manager(device=ctx.device, async_ops=True) as handle:
+        with dist._coalescing_manager(
+            device=ctx.device, async_ops=True, group=ctx.group
+        ) as handle:
             for tensor in tensors:
-                dist.all_reduce(tensor, async_op=True)
+                dist.all_reduce(tensor, async_op=True, group=ctx.group)
         handle.wait()
     assert costs.collectives == 1
     assert all(tensor.eq(3).all() for tensor in tensors)
@@ -79,7 +87,10 @@ def test_two_devices_do_not_mix_their_collectives_up(ctx):
         first, second = (torch.ones(100, device=f"sim:{index}") for index in range(2))
         # Their streams run at the same time, in another order on each rank.
         sim.delay(2000, seed=ctx.rank)
-        works = [dist.all_reduce(t, async_op=True) for t in (first, second) * 3]
+        works = [
+            dist.all_reduce(t, async_op=True, group=ctx.group)
+            for t in (first, second) * 3
+        ]
         for work in works:
             work.wait()
         assert first.eq(8).all()
@@ -94,7 +105,7 @@ def test_two_devices_do_not_mix_their_collectives_up(ctx):
 def test_the_stream_waits_and_the_host_does_not(ctx):
     x = filled(ctx)
     with no_races(), sim.no_host_waits():
-        work = dist.all_reduce(x, async_op=True)
+        work = dist.all_reduce(x, async_op=True, group=ctx.group)
         assert work.wait()
         y = x * 2
     assert y.eq(6).all()
@@ -103,7 +114,7 @@ def test_the_stream_waits_and_the_host_does_not(ctx):
 @on_ranks(2)
 def test_a_result_that_nobody_waits_for_is_a_race(ctx):
     x = filled(ctx)
-    work = dist.all_reduce(x, async_op=True)
+    work = dist.all_reduce(x, async_op=True, group=ctx.group)
     x.mul(2)
     assert "aten::mul.Tensor reads" in sim.races()[0]
     work.wait()
@@ -114,7 +125,7 @@ def test_a_result_that_nobody_waits_for_is_a_race(ctx):
 def test_without_one_of_its_waits_the_group_races(ctx, name):
     with mutant(name):
         x = filled(ctx)
-        dist.all_reduce(x, async_op=True).wait()
+        dist.all_reduce(x, async_op=True, group=ctx.group).wait()
         x.mul(2)
         assert "allreduce" in sim.races()[0]
 
@@ -124,7 +135,7 @@ def test_a_synchronous_collective_is_on_the_current_stream(ctx):
     side = torch.Stream("sim")
     with no_races(), side:
         x = filled(ctx)
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=ctx.group)
         assert x.eq(3).all()
 
 
@@ -134,7 +145,7 @@ def test_tensors_live_until_the_work_is_waited_for(ctx):
     with no_races():
         x = filled(ctx)
         address = x.data_ptr()
-        work = dist.all_reduce(x, async_op=True)
+        work = dist.all_reduce(x, async_op=True, group=ctx.group)
         del x
         assert torch.empty(1000, device="sim").data_ptr() != address
         work.wait()
@@ -149,7 +160,11 @@ def test_a_future_orders_streams_as_the_work_does(ctx):
         return future.value()[0] * 2
 
     with no_races(), sim.no_host_waits():
-        future = dist.all_reduce(filled(ctx), async_op=True).get_future().then(double)
+        future = (
+            dist.all_reduce(filled(ctx), async_op=True, group=ctx.group)
+            .get_future()
+            .then(double)
+        )
         result = future.wait() + 1
     assert result.eq(7).all()
 
@@ -157,7 +172,7 @@ def test_a_future_orders_streams_as_the_work_does(ctx):
 @on_ranks(2)
 def test_a_barrier_lets_the_host_wait(ctx):
     with sim.costs() as costs:
-        dist.barrier(device_ids=[0])
+        dist.barrier(device_ids=[0], group=ctx.group)
     assert costs.host_waits == ("barrier",)
 
 
