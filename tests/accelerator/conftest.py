@@ -12,12 +12,12 @@ from tests.support.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Three rank processes, each with simulated devices of its own."""
+    """Two rank processes, each with simulated devices of its own."""
     try:
         sim.build()
     except sim.NotBuilt as error:
         pytest.skip(str(error))
-    ranks = Pool(3, backend=f"cpu:gloo,sim:{sim.BACKEND}", devices=["sim:0"] * 3)
+    ranks = Pool(2, backend=f"cpu:gloo,sim:{sim.BACKEND}", devices=["sim:0"] * 2)
     ranks.start()
     yield ranks
     ranks.close()
