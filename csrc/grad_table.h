@@ -7,8 +7,8 @@
 //
 // The GIL does not serialise hooks here: each device has a thread of its own, and on CPU
 // a backward runs on the thread that called it. So what all of them share, the order, the
-// counts and the streams, has a lock, which nobody holds while it waits for the GIL; and gradients on
-// CPU that arrive on a second thread are Python's business.
+// counts and the streams, has a lock, which nobody holds while it waits for the GIL; and gradients
+// on CPU that arrive on a second thread are Python's business.
 #pragma once
 
 #include <ATen/core/Tensor.h>
