@@ -34,6 +34,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -199,6 +200,7 @@ class ReplicaCheck(Observer):
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         # What differed, as long as nobody has stepped since.
         self.suspect: _Snapshot | None = None
+        self._steps_are_alike = True  # whether optimizers hold the same on all ranks
         self._waited = 0  # for how many steps no optimizer has stepped since
 
     @property
@@ -345,7 +347,8 @@ class ReplicaCheck(Observer):
         `confirm` after the next optimizer step. It is looked at here and now if nothing
         can be hoped from such a step: module buffers differ, optimizers step inside
         backwards, or no optimizer has stepped for 10 steps (for 1 step without "auto",
-        or if some rank has no optimizer).
+        if some rank has no optimizer, or if the ranks' optimizers hold different
+        parameters).
 
         Raises:
             ReplicaMismatchError: The ranks are at different steps, or the second look
@@ -399,10 +402,12 @@ class ReplicaCheck(Observer):
         """Return what the ranks exchange, as integers.
 
         These are the step (counted from the begin of the schedule), the excuses,
-        whether there is an optimizer, and the checksum.
+        whether there is an optimizer after whose step the ranks can compare, and the
+        checksum.
         """
         reasons = self._excuses(was_hooked=snapshot.was_hooked)
-        step, has_optimizer = snapshot.step - self._base, int(self.has_optimizer)
+        step = snapshot.step - self._base
+        has_optimizer = int(self.has_optimizer and self._steps_are_alike)
         return [step, reasons, has_optimizer, int(snapshot.digest)]
 
     def _rows_met(self, place: str) -> list[list[int]]:
@@ -425,9 +430,10 @@ class ReplicaCheck(Observer):
 
         It compares the parameters that the optimizer ``held``, given by name, and the
         frozen ones, which no optimizer will change. For this it waits up to 10 s until
-        all ranks have stepped. If some do not come, or if there is no store to find
-        that out, it returns. The next backwards will then compare again, and the last
-        of them takes the second look itself.
+        all ranks have stepped. If some do not come, if their optimizers hold different
+        parameters, or if there is no store to find that out, it returns. The next
+        backwards will then compare again, and the last of them takes the second look
+        itself.
 
         Raises:
             ReplicaMismatchError: The replicas still differ.
@@ -443,7 +449,9 @@ class ReplicaCheck(Observer):
         if not (self.name and has_store(group)):
             return
         place = f"{self.name}/{self.suspect.step}/{self._ledger.steps}"
-        if not all_come(group_store(group, place), group.size()):
+        come = all_come(group_store(group, place), group.size(), ",".join(stepped))
+        self._steps_are_alike &= come is not _Come.UNLIKE
+        if come is not _Come.ALL:
             return
         rest = {n: t for n, t in tensors.items() if n not in stepped}
         left = self.suspect._replace(tensors=rest, buffer_sums={}) if rest else None
@@ -467,7 +475,7 @@ class ReplicaCheck(Observer):
             ReplicaMismatchError: The replicas still differ.
         """
         # A checksum under way may be of a forward that not all ranks have run.
-        self.suspect = None
+        self.suspect, self._steps_are_alike = None, True
         self.postpone()
         found = self._find_differences(snapshot)
         if not found:
@@ -550,18 +558,34 @@ def is_foreign(hook: CommHook) -> bool:
     return not is_known or is_wrapper or is_local
 
 
-def all_come(store: Store, num_ranks: int) -> bool:
+class _Come(Enum):
+    """Whether all ranks have come to compare the same tensors."""
+
+    ALL = "all"
+    NOT_ALL = "not all"
+    UNLIKE = "unlike"  # some would compare other tensors than others
+
+
+def all_come(store: Store, num_ranks: int, names: str) -> _Come:
     """Wait up to 10 s for all ranks to call this, and return whether they did.
 
     The answer is the same on all ranks. It stays in ``store``, so each question needs a
     store with a new prefix.
+
+    Args:
+        store: The store.
+        num_ranks: How many ranks there are.
+        names: What this rank would compare. A collective over tensors of unequal sizes
+            could end the process.
     """
     deadline = world.now() + CONFIRM_SECONDS
+    if store.compare_set("names", "", names) != names.encode():
+        store.compare_set("verdict", "", _Come.UNLIKE.value)
     if store.add("come", 1) == num_ranks:
-        store.compare_set("verdict", "", "all")
+        store.compare_set("verdict", "", _Come.ALL.value)
     with waiting():
         while not store.check(["verdict"]):
             if world.now() > deadline:
-                store.compare_set("verdict", "", "not all")
+                store.compare_set("verdict", "", _Come.NOT_ALL.value)
             world.sleep(POLL_SECONDS)
-    return store.get("verdict") == b"all"
+    return _Come(store.get("verdict").decode())

@@ -466,3 +466,21 @@ def test_without_a_store_a_step_on_one_rank_does_not_wait(ctx):
         f"ReplicaMismatchError: [rank {ctx.rank}] The replicas diff"
     )
     assert "0.weight" in error
+
+
+@on_ranks(2, fresh={"group_timeout": 20.0})
+@pytest.mark.parametrize("options", [{}, {"check_replicas_every": 1}], ids=str)
+def test_an_optimizer_that_lacks_parameters_on_one_rank_is_found(ctx, options):
+    """The ranks compare after their steps, but not in messages of unequal sizes."""
+    ddp = wrapped(ctx, nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **options)
+    params = [*ddp.parameters()]
+    optimizer = torch.optim.SGD(params[: 2 if ctx.rank else None], lr=0.1)
+
+    def train() -> None:
+        for _ in range(4):
+            ddp.zero_grad()
+            step(ddp, optimizer)
+
+    error = error_of(train)
+    assert error.startswith(f"ReplicaMismatchError: [rank {ctx.rank}] The replicas")
+    assert "Parameters: 1.weight, 1.bias." in error
