@@ -39,7 +39,10 @@ class _Report(NamedTuple):
 
 
 def agree_and_recover(
-    reducer: Reducer, key: str, sharing: Mapping[str, Communicator]
+    reducer: Reducer,
+    key: str,
+    sharing: Mapping[str, Communicator],
+    beside: Mapping[str, Communicator],
 ) -> ProcessGroup:
     """Reset a reducer and its bucket layout, and return its group from now on.
 
@@ -51,6 +54,9 @@ def agree_and_recover(
         key: A prefix for keys in the store, equal on all ranks and new for each reset.
         sharing: All wrappers on the same group, this one included, by a key that is
             equal on all ranks. If the group is left, their resets leave it, too.
+        beside: All other wrappers over the same ranks, whatever their groups, by a key
+            that is equal on all ranks. Ranks that wait in one of them are told that
+            this rank does not come.
 
     Raises:
         CollectiveError: A rank does not call this in time, or the store is gone.
@@ -58,7 +64,9 @@ def agree_and_recover(
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
-    communicator.peers.give_up(f"it called reset(){cause}")
+    # Another rank may wait for this one in a bucket of another wrapper.
+    for each in (communicator, *beside.values()):
+        each.peers.give_up(f"it called reset(){cause}")
     comm.free_replaced()  # by earlier resets
     reports = _exchange(reducer, key, sharing) if comm.has_store(group) else []
     if reports:
@@ -78,6 +86,9 @@ def agree_and_recover(
         # Some ranks may have finished a backward that others did not.
         reducer.ledger.agree_on(max(each.finalized for each in reports))
         communicator.peers.move_to(group, key)
+        # All ranks have met here, so what they gave up in other wrappers is over.
+        for place, each in beside.items():
+            each.peers.move_to(each.group, f"{key}/{place}")
     # Without a store ranks do not wait for each other: they may not gather, either.
     reducer.adopt(queue.configure(queue.config), shares=bool(reports))
     return group

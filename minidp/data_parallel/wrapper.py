@@ -474,7 +474,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_root(copy_from, self.process_group.size())
         key = self._replication.next_reset()
         sharing = self._guard.sharing_group()
-        self.process_group = agree_and_recover(self._reducer, key, sharing)
+        beside = self._guard.beside()
+        self.process_group = agree_and_recover(self._reducer, key, sharing, beside)
         self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._guard.reset()
         self._replication.connect()

@@ -40,7 +40,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from minidp.comm import Communicator
+from minidp.comm import Communicator, group_name, group_ranks
 from minidp.config import Unsynced
 from minidp.console import warn
 from minidp.core import Observer, Phase, Reducer, untraced, untraced_itself
@@ -687,6 +687,21 @@ class Guard:
         group = self.reducer.communicator.group
         users = {each.place(): each.reducer.communicator for each in _live_guards()}
         return {place: each for place, each in users.items() if each.group is group}
+
+    def beside(self) -> dict[str, Communicator]:
+        """Return what the other live wrappers over the same ranks communicate with.
+
+        Their groups may be others, because each ``reset()`` may replace one. The keys
+        are equal on all ranks.
+        """
+        ranks = group_ranks(self.reducer.communicator.group)
+        found = {}
+        for each in self.others():
+            communicator = each.reducer.communicator
+            if ranks and group_ranks(communicator.group) == ranks:
+                key = f"{group_name(communicator.group)}/{each.place()}"
+                found[key] = communicator
+        return found
 
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.

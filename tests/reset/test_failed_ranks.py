@@ -108,3 +108,44 @@ def test_reset_in_a_subgroup_needs_only_its_members(ctx):
     alone(torch.ones(1, 4) * 1.5).sum().backward()  # the loss is linear: their mean
     for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(mine.grad, theirs.grad)
+
+
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_a_rank_that_resets_one_of_two_wrappers_is_named_in_the_other(ctx):
+    """Rank 0 waits for the second one, whose bucket comes first in the backward.
+
+    After the first recovery the two have groups of their own, over the same ranks.
+    """
+    first, second = make(ctx), make(ctx)
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        second(first(torch.ones(1, 4))).sum().backward()
+        optimizer.step()
+
+    step()
+    for _ in range(2):
+        if ctx.rank == 0:
+            error = error_of(step)
+            assert error.startswith("CollectiveError: [rank 0] Missing: rank 1. ")
+            assert "Rank 1 gave up: it called reset()" in error
+        first.reset(copy_from=0)
+        second.reset(copy_from=0)
+        step()
+        assert trains(ctx, first)
+        assert trains(ctx, second)
+    return [param.detach().clone() for param in params]
+
+
+@on_ranks(2, fresh={"group_timeout": 20.0})
+def test_a_wrapper_beside_one_that_is_reset_goes_on(ctx):
+    """Nobody takes the other ranks to be gone there, once all have called reset()."""
+    first, second = make(ctx), make(ctx)
+    backward(second)
+    first.reset()
+    communicator = second._reducer.communicator
+    report = communicator.peers.report(communicator.started + 1)
+    assert "gave up" not in report.text
+    assert trains(ctx, second)
