@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NOBODY = -1  # whose state is copied
 _SCHEDULERS = "learning rate schedulers"
+_GRAD_SCALERS = "the state of a GradScaler"
 
 
 def check_root(copy_from: int | None, size: int) -> None:
@@ -180,6 +181,8 @@ def _copy_optimizers(
     left = [f"the state of {name}" for name in sorted({*lost, *found.unknown})]
     if found.steps and any(map(optimizers.has_scheduler, shared.values())):
         left.append(_SCHEDULERS)
+    if found.steps and optimizers.has_grad_scaler():
+        left.append(_GRAD_SCALERS)  # with other scales, ranks would train apart
     if left and (found.steps or found.parameters):
         steps = f" Optimizer steps: {found.steps}." if found.steps else ""
         if reducer.rank:  # short, but with what may be left on this rank alone

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from minidp.comm import (
@@ -117,6 +118,16 @@ def can_copy(optimizer: Optimizer) -> bool:
 def has_scheduler(optimizer: Optimizer) -> bool:
     """Return whether a learning rate scheduler was made for an optimizer."""
     return any("initial_lr" in group for group in optimizer.param_groups)
+
+
+def has_grad_scaler() -> bool:
+    """Return whether this process has scaled a loss with a `GradScaler`.
+
+    This searches all Python objects, as `find_optimizers` does. A scaler does not know
+    its optimizers for longer than a step.
+    """
+    found = (o for o in gc.get_objects() if issubclass(type(o), GradScaler))
+    return any(getattr(scaler, "_scale", None) is not None for scaler in found)
 
 
 def copy_optimizers(

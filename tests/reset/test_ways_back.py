@@ -128,6 +128,20 @@ def test_a_learning_rate_is_compared_and_copied(ctx):
 
 
 @on_ranks(2)
+def test_a_gradient_scaler_is_named(ctx):
+    """Its scale grows with the number of steps, and then differs between the ranks."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    missed(ctx, ddp, optimizer)
+    assert not told(lambda: ddp.reset(copy_from=0))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    missed(ctx, ddp, optimizer)
+    (text,) = told(lambda: ddp.reset(copy_from=0))
+    assert "cannot copy the state of a GradScaler." in text
+
+
+@on_ranks(2)
 def test_what_cannot_be_copied_is_named(ctx):
     ddp = wrapped(ctx, made())
     optimizer = Own(ddp.parameters())
