@@ -115,6 +115,7 @@ class Guard:
         self.comparison = Comparison(reducer, key, self.late_parameters.find)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
+        self._has_group: Callable[[], bool] = lambda: True
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
         self._change: Change | None = None  # seen, and not judged yet
         self._trust = _Trust()
@@ -209,6 +210,8 @@ class Guard:
         """Complain of a step that is wrong, for certain or by a comparison."""
         if self.is_copy and not self.reducer.ledger.armed:
             return  # it is not used as a wrapper, so it is no replica of anything
+        if not self._has_group():
+            return  # this rank goes on alone
         if problem := step.find_certain():
             self._complain(problem)
             return
@@ -391,7 +394,7 @@ class Guard:
         mine = self.index.keys()
         if any(not mine.isdisjoint(other.index) for other in self.others()):
             return
-        if not self._trust.is_due():
+        if not self._has_group() or not self._trust.is_due():
             return
         verdict = self.comparison.of_parameters(moment, which)
         if verdict.are_all_here or not verdict.can_ask:
@@ -647,8 +650,9 @@ class Guard:
 
         Args:
             has_group: Returns whether the wrapper's process group still exists. If not,
-                there is no warning either.
+                there is no warning either, and steps are not checked any more.
         """
+        self._has_group = has_group
         cancel = dropped.expect_death(self, self._at_step, has_group)
         if self.policy == "ignore":
             cancel()

@@ -578,3 +578,18 @@ def test_one_rank_may_drop_averages_that_it_has_stepped_otherwise(ctx):
             optimizer.step()
         optimizer.zero_grad()
     return values(ddp)
+
+
+@on_ranks(2, fresh={"group_timeout": 20.0})
+def test_a_rank_may_train_alone_when_the_process_group_is_destroyed(ctx):
+    ddp, optimizer = setting(ctx)
+    dist.barrier()
+    dist.destroy_process_group()
+    before = values(ddp)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp.module(X * (ctx.rank + 1)).backward()
+        with torch.no_grad():
+            ddp.module.a.add_(1.0)
+        optimizer.step()
+    assert values(ddp) != before
