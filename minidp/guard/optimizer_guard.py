@@ -246,6 +246,9 @@ class Guard:
         elif outcome is _Outcome.LEFT_TO_THE_STEP:
             self._own_step = weakref.ref(optimizer), suspicion
         elif outcome is not _Outcome.WRONG:
+            if outcome is _Outcome.UNANSWERED and self._open_step is not None:
+                # No forward has judged the last one: this rank trains on alone.
+                self._step_trust.note(is_decided=False)
             is_asked_after = outcome is _Outcome.MADE_ELSEWHERE
             self._open_step = _OpenStep(suspicion, is_asked_after)
 
@@ -578,8 +581,9 @@ class Guard:
         if is_right and verdict.is_same_part:
             return _Outcome.RIGHT
         if not verdict.proves_mistake:
-            made = verdict.have_all_stepped and verdict.is_same_part
-            return _Outcome.MADE_ELSEWHERE if made else _Outcome.OPEN
+            if verdict.have_all_stepped and verdict.is_same_part:
+                return _Outcome.MADE_ELSEWHERE
+            return _Outcome.OPEN if verdict.are_all_here else _Outcome.UNANSWERED
         if may_average and verdict.are_all_here:
             return _Outcome.LEFT_TO_THE_STEP
         self._complain(
@@ -840,6 +844,7 @@ class _Outcome(Enum):
     RIGHT = auto()  # the ranks do the same
     WRONG = auto()  # a mistake is proved, or the user ignores all; it was complained of
     OPEN = auto()  # only the parameters can tell, later
+    UNANSWERED = auto()  # the same, because other ranks do not come to this step
     MADE_ELSEWHERE = auto()  # and they can after this step, which other ranks have made
     LEFT_TO_THE_STEP = auto()  # the gradients differ; the optimizer may average them
 

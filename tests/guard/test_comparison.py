@@ -580,6 +580,21 @@ def test_one_rank_may_drop_averages_that_it_has_stepped_otherwise(ctx):
     return values(ddp)
 
 
+@on_ranks(2, fresh={"group_timeout": 30.0})
+def test_a_rank_that_trains_on_alone_is_soon_left_in_peace(ctx):
+    """The others wait for it meanwhile, so each comparison takes about a second."""
+    ddp, optimizer = setting(ctx)
+    if ctx.rank == 0:
+        compare = ddp._guard.comparison._compare
+        with patch.object(ddp._guard.comparison, "_compare", wraps=compare) as compared:
+            for _ in range(20):
+                optimizer.zero_grad()
+                ddp.module(X).backward()
+                optimizer.step()
+        assert compared.call_count == 3
+    dist.barrier()
+
+
 @on_ranks(2, fresh={"group_timeout": 20.0})
 def test_a_rank_may_train_alone_when_the_process_group_is_destroyed(ctx):
     ddp, optimizer = setting(ctx)
