@@ -402,7 +402,8 @@ def test_rank_0_takes_the_store_with_it_and_nothing_false_is_said(does: str) -> 
     lost = "ERROR [rank 1] Nothing is known about the other ranks: the " in output
     read = "ERROR [rank 1] Missing: rank 0. Rank 0 is gone: its process" in output
     assert lost or (read and "exit" in does), output
-    assert lost == ("(rank 0, or torchrun's agent)" in output)
+    # It may have read the last words, and then have lost the store.
+    assert not lost or "(rank 0, or torchrun's agent)" in output
     assert "never said" not in output
 
 
