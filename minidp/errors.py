@@ -138,6 +138,25 @@ def frozen_here(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def incomplete_averages(rank: int, ranks: Iterable[int] = ()) -> str:
+    """Explain that parameters are wrong after a collective was given up on a device.
+
+    Args:
+        rank: The rank that speaks.
+        ranks: Whose parameters are wrong; by default those of the rank that speaks.
+    """
+    whose = f"rank {listed(ranks)}" if ranks else "this rank"
+    return explain(
+        rank,
+        f"The parameters of {whose} hold an incomplete average: an optimizer step was "
+        "queued on a device behind a collective that was given up before reset(), and "
+        "nobody has loaded the parameters since.",
+        remedy="load a checkpoint of model and optimizers on all ranks "
+        "(load_state_dict), before or after reset(); or call reset(copy_from=...) with "
+        "a rank that has not made this step, such as the one that raised or was late",
+    )
+
+
 def misfit(
     rank: int, name: str, expected: str, found: str, remedy: str = ""
 ) -> GradientError:

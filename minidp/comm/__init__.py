@@ -40,7 +40,7 @@ from .communicator import (
     Question,
     answerers,
 )
-from .endings import keep_for_good
+from .endings import abort, keep_for_good
 from .groups import (
     ProcessGroup,
     default_first_bucket_bytes,
@@ -78,6 +78,7 @@ __all__ = [
     "ProcessGroup",
     "Question",
     "Work",
+    "abort",
     "address_of",
     "all_reduce",
     "answerers",

@@ -7,6 +7,11 @@ gives up, the error names the missing ranks.
 
 A failure leaves the group unusable, because other ranks may still be inside the
 collective that failed here. It is remembered until `reset`.
+
+On a device the host does not wait for a collective: streams do. So the thread of the
+watchdog (`minidp.hang`) looks at those that run, and lets a late one be given up. This
+is noted here (`lose`), before the group is aborted, and `check` raises it in whatever
+this rank does next.
 """
 
 from __future__ import annotations
@@ -37,6 +42,10 @@ _CPU = torch.device("cpu")
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+_REMEDY = (
+    "look for the rank that died, raised, took another branch, or ran out of inputs "
+    "(see join()); then call reset() on all live ranks"
+)
 
 
 class Question(Protocol):
@@ -86,6 +95,13 @@ class PeerMonitor:
         It does not wait for any rank.
         """
         return ""
+
+    def num_started_by_all(self) -> int | None:
+        """Return after how many collectives the first rank gave up, or None.
+
+        It does not wait for any rank.
+        """
+        return None
 
     def report(self, started: int) -> PeerReport:
         """Ask which ranks have not started collective number ``started``.
@@ -154,6 +170,7 @@ class Tally:
 
     started: int = 0  # all collectives
     launched: int = 0  # asynchronous collectives
+    stepped: int = 0  # those that were started when an optimizer last stepped
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +190,21 @@ class InFlight:
     def waited(self) -> float:
         """How many seconds have passed since the launch."""
         return world.now() - self.since
+
+    def ask_the_device(self) -> None:
+        """Let `is_over` ask the device from now on, and not the work.
+
+        A work says that it is completed as soon as its group is aborted, even if the
+        device still runs it.
+        """
+        if self.end is None and self.work is not None and self.work.is_completed():
+            return  # before the abort this is the truth
+        if self.end is None and not isinstance(self.work, FutureWork):
+            assert self.work is not None
+            assert self.device is not None
+            with accelerator.aside(self.device):
+                self.work.get_future().wait()  # only the stream waits
+                self.waited_for()
 
     def is_over(self) -> bool:
         """Return whether a collective on a device has ended. This waits for nothing.
@@ -238,7 +270,8 @@ class Communicator:
         self.operation: Operation | None = None  # the innermost one
         # No wait of the host can limit these.
         self._on_device: deque[InFlight] = deque()
-        self._lock = threading.Lock()  # the watchdog's thread reads `_on_device` too
+        # The watchdog's thread reads `_on_device` too, and writes `lost`.
+        self._lock = threading.Lock()
         self.reset(group)
 
     def reset(self, group: ProcessGroup) -> None:
@@ -247,7 +280,9 @@ class Communicator:
         It waits for nothing. `peers` is not moved to the store of the group.
         """
         self.has_failed = False
-        self.tally.started = self.tally.launched = 0
+        self.lost = ""  # why collectives on a device were given up; "" if none was
+        self._num_kept = 0  # how many were started before the first of those
+        self.tally.started = self.tally.launched = self.tally.stepped = 0
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
@@ -255,7 +290,8 @@ class Communicator:
         self._is_timed = has_limit and is_timed(group, self.device)
         # What a group that is written in Python does, only itself knows.
         is_own = has_limit and not self._is_timed and not is_python_group(group)
-        self._is_on_device = is_own and accelerator.has_streams(self.device)
+        # Whether streams wait for collectives, and the host does not.
+        self.is_on_device = is_own and accelerator.has_streams(self.device)
         with self._lock:
             self._on_device.clear()
 
@@ -276,9 +312,30 @@ class Communicator:
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
+    @property
+    def has_applied_lost(self) -> bool:
+        """Whether parameters may hold an average that is incomplete.
+
+        An aborted collective lets the device go on. If an optimizer step was queued
+        behind it, that step has applied what was there of the averages.
+        """
+        return bool(self.lost) and self.tally.stepped > self._num_kept
+
+    def would_apply_lost(self) -> bool:
+        """Return `has_applied_lost` as it is if the group is left and aborted now."""
+        with self._lock:
+            running = (e.started for e in self._on_device if not e.is_over())
+            first = min(running, default=self.tally.started + 1)
+        return self.has_applied_lost or first <= self.tally.stepped
+
     def tell_others(self, error: BaseException) -> None:
         """Let the other ranks' waits for this rank raise, because of this error."""
         self.peers.give_up(f"{type(error).__name__}: {error}")
+
+    def note_step(self) -> None:
+        """Note that an optimizer is about to apply what was averaged so far."""
+        if not self.lost:
+            self.tally.stepped = self.tally.started
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
         """Return a context whose waits have the limit, and whose errors say for whom.
@@ -293,45 +350,64 @@ class Communicator:
 
     def blocking(self, doing: str) -> Operation:
         """Count a collective as started now, and return a `watching` context for it."""
-        self.tally.started += 1
+        self.tally.started += not self.lost
         return Operation(self, doing, None)
 
     def note_started(self, work: Work, device: torch.device = _CPU) -> None:
         """Count a collective that was just launched, inside a `watching` block.
 
         No wait of the host can limit one that runs on a device. It is listed instead,
-        and the watchdog ends the process if it is late. A collective that a graph
-        captures does not run yet, and to ask for its end would end the capture.
+        for the watchdog. A collective that a graph captures does not run yet, and to
+        ask for its end would end the capture.
 
         Args:
             work: The collective.
             device: Where its tensors lie.
         """
-        self.tally.started += 1
-        self.tally.launched += 1
-        if not self._is_on_device:
+        if not self.is_on_device:
+            self.tally.started += 1
+            self.tally.launched += 1
             return
-        launched = self._in_flight(work)
-        launched.device = device
-        if accelerator.is_capturing(device):
-            with self._lock:
+        is_capturing = accelerator.is_capturing(device)
+        if not is_capturing:
+            self._oldest_on_device()  # those that are over are dropped
+        with self._lock:
+            if self.lost:  # a moment ago: this one will not be completed either
+                return
+            self.tally.started += 1
+            self.tally.launched += 1
+            if is_capturing:
                 self._on_device.clear()
-            return
-        self._oldest_on_device()
-        with self._lock:
-            self._on_device.append(launched)
+            else:
+                self._on_device.append(self._in_flight(work, device))
 
-    def _note_waited(self, work: Work) -> None:
-        """Let go of a collective on a device, for which the current stream waits."""
+    def _wait_on_device(self, work: Work) -> Any:
+        """Let the current stream wait for a collective, and let go of its tensors.
+
+        The host may wait here, too: for a barrier, or if the group sends tensors of the
+        CPU by another backend. So a work that is not listed yet is listed meanwhile.
+        """
+        if accelerator.is_capturing(self.device):
+            return work.wait()
         with self._lock:
-            for launched in self._on_device:
-                if launched.work is work:
+            found = [each for each in self._on_device if each.work is work]
+            launched = found[0] if found else self._in_flight(work, self.device)
+            if not found and not self.lost:
+                self._on_device.append(launched)
+        result = work.wait()
+        with self._lock:
+            if launched in self._on_device:
+                if work.is_completed():
+                    self._on_device.remove(launched)
+                else:
                     launched.waited_for()
+        return result
 
-    def _in_flight(self, work: Work) -> InFlight:
+    def _in_flight(self, work: Work, device: torch.device | None = None) -> InFlight:
         assert self.limit is not None
         now = world.now()
-        return InFlight(work, self.place, self.started, now, self.limit)
+        place, started = self.place, self.started
+        return InFlight(work, place, started, now, self.limit, device=device)
 
     def _oldest_on_device(self) -> InFlight | None:
         """Return the oldest collective that still runs on a device, or None."""
@@ -340,17 +416,126 @@ class Communicator:
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
-    def find_late_on_device(self) -> InFlight | None:
-        """Return the oldest collective on a device if it is over its limit, else None.
+    def waits_on_device(self) -> InFlight | None:
+        """Return the oldest collective on a device if it takes long, else None.
 
         The thread of the watchdog calls this. It selects the device first, because a
         thread that asks for an event of another one would take memory on device 0.
         """
-        if not self._is_on_device:
+        if not self.is_on_device:
             return None
         with accelerator.selected(self.device):
             oldest = self._oldest_on_device()
-        return oldest if oldest and oldest.waited > oldest.allowed else None
+        return oldest if oldest and oldest.waited > SLICE_SECONDS else None
+
+    def find_late_on_device(self) -> InFlight | None:
+        """Return the oldest collective on a device if it is late, else None.
+
+        It is late if it is over its limit, or if another rank has given up.
+        """
+        oldest = self.waits_on_device()
+        if oldest is None:
+            return None
+        is_late = oldest.waited > oldest.allowed or self.is_hopeless(oldest)
+        return oldest if is_late else None
+
+    def is_hopeless(self, late: InFlight) -> bool:
+        """Return whether a rank has given up that a collective needs."""
+        return bool(self.peers.find_lost(late.started))
+
+    def explain_late(self, late: InFlight) -> str:
+        """Return sentences that say who is missing in a late collective, and which.
+
+        To ask the other ranks may take seconds.
+        """
+        why = self.peers.find_lost(late.started)
+        why = why or f"it did not finish within {late.waited:.0f} s"
+        absent = self.peers.report(late.started).text
+        what = f"A collective failed on the device: {late.doing} ({why})."
+        return f"{absent} {what}".lstrip()
+
+    def lose(self, why: str, late: InFlight | None = None) -> bool:
+        """Note that what runs on the device is given up, and tell the other ranks.
+
+        The caller aborts the group then. That lets the device go on with incomplete
+        averages, so `check` has to raise before this rank uses them. Collectives that
+        are given up do not count as started any more. Another thread may call this.
+
+        Args:
+            why: Sentences for the error.
+            late: Why it is done: nothing happens if this one has ended meanwhile, or
+                `reset` was called. By default it is done in any case.
+
+        Returns:
+            Whether it was done.
+        """
+        with self._lock:
+            if late is not None and (late not in self._on_device or late.is_over()):
+                return False
+            if not self.lost:
+                running = (e.started for e in self._on_device if not e.is_over())
+                self._num_kept = min(running, default=self.tally.started + 1) - 1
+                self.tally.started = self._num_kept
+                self.lost, self.has_failed = why, True
+            self._on_device.clear()
+        self.tell_others(self._error_of_lost())
+        return True
+
+    def refuse_in_vain(self) -> None:
+        """Raise if the next collective would be launched in vain, on a device.
+
+        There this rank would go on as if it had averages, until the collective is late.
+
+        Raises:
+            TimeoutError: A rank has given up. A `watching` block makes a
+                `CollectiveError` of this.
+        """
+        if self.is_on_device and (why := self.peers.find_lost(self.started + 1)):
+            raise TimeoutError(why)
+
+    def check(self) -> None:
+        """Raise if collectives on a device were given up.
+
+        Raises:
+            CollectiveError: They were. The text says who is missing.
+        """
+        if self.lost:
+            raise self._error_of_lost()
+
+    def failure(self, what: str) -> CollectiveError:
+        """Return the error of a collective that has failed, to be raised now.
+
+        On a device it means that averages are incomplete, which `lost` keeps. Without
+        an alarm nobody knows since when.
+
+        Args:
+            what: Sentences that say who is missing and what failed.
+        """
+        with self._lock:
+            if self.is_on_device and not self.lost:
+                told = self.peers.num_started_by_all()
+                self._num_kept = 0 if told is None else min(told, self.started)
+                self.lost = what
+        return self._error_of(what)
+
+    def _error_of_lost(self) -> CollectiveError:
+        return self._error_of(self.lost)
+
+    def _error_of(self, what: str) -> CollectiveError:
+        remedy = _REMEDY
+        if self.has_applied_lost:
+            what += (
+                " An optimizer step was queued behind it: the parameters of this rank "
+                "may hold an incomplete average."
+            )
+            remedy += (
+                "; then load a checkpoint of model and optimizers on all ranks, or let "
+                "reset(copy_from=...) copy a rank whose error does not say this"
+            )
+        expected = f"all {self.size} ranks to take part in time"
+        return CollectiveError(
+            explain(self.rank, what, expected=expected, remedy=remedy)
+        )
 
     def extend(self, late: InFlight) -> bool:
         """Let a collective wait longer if the missing ranks are only busy.
@@ -399,10 +584,7 @@ class Communicator:
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         with waiting():
             if self.limit is None or not is_timed:
-                result = work.wait()
-                if self._is_on_device:
-                    self._note_waited(work)
-                return result
+                return self._wait_on_device(work) if self.is_on_device else work.wait()
             if is_done_within(work, FIRST_SLICE_SECONDS):
                 return work.wait()
             _answer_questions()  # whoever has asked waits, and so do all others
@@ -479,9 +661,14 @@ class Operation:
         The heartbeat reports `place` as what this rank does. The thread counts as one
         that waits, because a backend may let it wait already where it starts a
         collective.
+
+        Raises:
+            CollectiveError: An earlier collective was given up on a device.
         """
-        self._mark.__enter__()
         owner = self._communicator
+        if owner.lost:
+            owner.check()
+        self._mark.__enter__()
         self._outer, owner.operation = owner.operation, self
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
 
@@ -495,6 +682,8 @@ class Operation:
         try:
             if isinstance(error, Exception):
                 self._explain(error)
+            elif error is None and self._communicator.lost:
+                self._communicator.check()  # what came is incomplete
         finally:
             self._communicator.operation = self._outer
             self._mark.__exit__()
@@ -508,6 +697,8 @@ class Operation:
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
+        if owner.lost:  # this thread came free because of that
+            raise owner._error_of_lost() from None
         of_hook = isinstance(error, CommHookError) and (
             isinstance(error.__cause__, TimeoutError)
             or "future that failed" in str(error)
@@ -519,16 +710,7 @@ class Operation:
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         text = str(error).rstrip(". \n")
         what = f"{absent} A collective failed while {self.place} ({text})."
-        failure = CollectiveError(
-            explain(
-                owner.rank,
-                what.lstrip(),
-                expected=f"all {owner.size} ranks to take part in time",
-                remedy="look for the rank that died, raised, took another branch, "
-                "or ran out of inputs (see join()); then call reset() on all live "
-                "ranks",
-            )
-        )
+        failure = owner.failure(what.lstrip())
         owner.tell_others(failure)
         try:
             raise failure from None  # the text has all that the cause tells

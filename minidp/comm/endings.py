@@ -1,4 +1,8 @@
-"""Let a process leave a group whose collectives still run, and end without an abort."""
+"""Let a process leave a group whose collectives still run, and end without an abort.
+
+On a device that is not enough: streams wait for such a collective, and all that is
+queued on them. There `abort` ends it.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,24 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     # Works hold buckets: drop those that have ended since.
     _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
     _left_behind.extend(endless)
+
+
+def abort(group: ProcessGroup) -> bool:
+    """End all collectives of a group, whether they are complete or not.
+
+    The device goes on with what is queued behind them. The group cannot be used again.
+    This may wait for the device.
+
+    Returns:
+        Whether each of its backends could do it. All of them have been asked.
+    """
+    is_done = True
+    for device in group._device_types:
+        try:
+            group._get_backend(device).abort()
+        except RuntimeError:  # a backend without this method
+            is_done = False
+    return is_done
 
 
 def free_left_behind() -> None:

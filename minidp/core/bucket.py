@@ -176,6 +176,7 @@ class Bucket(ABC):
         self._advance(BucketState.IN_FLIGHT)
         doing, number = "launching the all-reduce", self.plan.number
         with self.on_stream(), communicator.watching(doing, number):
+            communicator.refuse_in_vain()
             if hook is not None:
                 turn = averaging.turn(number, is_last=is_last)
                 shown = GradBucket(self.plan, self.payload, self.params, turn)

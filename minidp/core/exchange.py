@@ -92,6 +92,7 @@ class Exchange:
         self.is_open = True
         group = self._communicator.group
         with self._communicator.watching(self._launching):
+            self._communicator.refuse_in_vain()
             if self._shared is not None:
                 self.values = self._shared.values.copy_(mine)
                 self._work = self._shared.all_reduce()

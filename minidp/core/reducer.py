@@ -30,9 +30,11 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.errors import (
+    CollectiveError,
     GradientError,
     MiniDPError,
     frozen_here,
+    incomplete_averages,
     lost_hooks,
     unreached,
     views_of_both,
@@ -108,6 +110,9 @@ class Reducer:
         self.phase = PhaseMachine()
         self.ledger = Ledger()
         self.failure = ""  # the text of the error that led to FAILED
+        # Versions of the parameters when they were found to hold an average that is
+        # incomplete; empty if they hold none.
+        self._wrong_versions: list[int] = []
         self.queue = BucketQueue(self.params, specs, config, communicator)
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.expected = expectation_for(len(params), config)
@@ -528,6 +533,50 @@ class Reducer:
 
     # -- failure -----------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Fail if a collective was given up on a device, and no call has told it yet.
+
+        On the CPU the wait for a collective raises, and nothing is left to do here.
+
+        Raises:
+            CollectiveError: A collective was given up. The text says who is missing. Or
+                it was so before `reset`, an optimizer step has applied what was there
+                of the averages, and nobody has loaded other parameters since.
+        """
+        is_lost = self.communicator.lost or self._wrong_versions
+        if not is_lost or self.phase.now is Phase.FAILED:
+            return
+        try:
+            self.communicator.check()
+            if self.holds_incomplete():
+                raise CollectiveError(incomplete_averages(self.rank))
+        except CollectiveError as error:
+            self.fail(error)
+            raise
+        self._wrong_versions = []
+
+    def note_incomplete(self) -> None:
+        """Note that parameters hold an incomplete average, until they are loaded."""
+        if not self._wrong_versions:
+            self._wrong_versions = [param._version for param in self.params]
+
+    @property
+    def has_noted_incomplete(self) -> bool:
+        """Whether `note_incomplete` was called, also if others were loaded since."""
+        return bool(self._wrong_versions)
+
+    def forget_incomplete(self) -> None:
+        """Note that the parameters are right again, because they were copied."""
+        self._wrong_versions = []
+
+    def holds_incomplete(self) -> bool:
+        """Return whether a parameter that holds an incomplete average is still there.
+
+        Whoever loads a checkpoint writes to all of them.
+        """
+        pairs = zip(self.params, self._wrong_versions, strict=False)
+        return any(param._version == before for param, before in pairs)
+
     def fail(self, error: BaseException) -> None:
         """Enter FAILED because of this error, and tell the other ranks of it."""
         self.phase.enter(Phase.FAILED)
@@ -537,6 +586,8 @@ class Reducer:
         comm.keep_for_good(self.communicator.group, works)
         # Its text only: a traceback would keep us, and gradients, alive.
         self.failure = f"{type(error).__name__}: {error}"
+        if self.communicator.has_applied_lost:
+            self.note_incomplete()
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:

@@ -18,7 +18,12 @@ from torch.optim.optimizer import Optimizer
 
 from minidp.comm import exchange_device, gather_integers, has_store
 from minidp.console import warn
-from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
+from minidp.errors import (
+    MAX_NAMES,
+    ReplicaMismatchError,
+    explain,
+    incomplete_averages,
+)
 from minidp.replica import optimizers, standing, sum_of_bits
 
 if TYPE_CHECKING:
@@ -50,13 +55,22 @@ def check_root(copy_from: int | None, size: int) -> None:
         )
 
 
-def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
+def settle_after_reset(
+    ddp: DataParallel, copy_from: int | None, wrong: Sequence[int] = ()
+) -> None:
     """Give all ranks the state of rank ``copy_from``, or with None only compare them.
 
     All ranks must call it together. A warning says if the replicas differ without a
     known reason, and what cannot be copied. The schedule of comparisons begins anew. If
     the ranks share no store, they do not wait for each other in `reset`. Then this does
     nothing unless there is something to copy.
+
+    Args:
+        ddp: The wrapper.
+        copy_from: The rank whose state all get, or None.
+        wrong: The ranks whose parameters hold an incomplete average. Equal replicas may
+            all be wrong, so that a comparison does not find it. A warning names them,
+            unless all ranks get the state of another one.
 
     Raises:
         ReplicaMismatchError: The ranks pass different ``copy_from``. All raise it.
@@ -80,6 +94,10 @@ def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
                 how = f"reset(copy_from={copy_from})"
                 _copy_optimizers(ddp, found, held, copy_from, how)
             found = None
+            # Whoever copies a wrong rank, in spite of the warning, wants to go on.
+            ddp._reducer.forget_incomplete()
+    if wrong and (copy_from is None or copy_from in wrong):
+        warn(incomplete_averages(group.rank(), wrong))
     ddp._guard.forget_steps()
     if check is None or not compares_all:
         return

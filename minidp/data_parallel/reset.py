@@ -13,6 +13,10 @@ still write, and the futures of comm hooks.
 Wrappers may share a process group. A collective that one of them has left in it would
 be matched with those of the others, so the counts of all of them decide, and all of
 them leave a group that is unusable, each in its own ``reset()``.
+
+On a device a group that is left is aborted first, because streams wait for its kernels,
+and so would all that is queued later. What waited behind them then runs with incomplete
+averages. So each rank also publishes whether an optimizer step is among that.
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ class _Report(NamedTuple):
     counts: dict[str, tuple[int, int]]
     is_lost: bool  # a collective has failed, or may never end
     finalized: int  # backwards
+    # Whether parameters hold an incomplete average already, or will if the group is
+    # left.
+    is_wrong: bool
+    becomes_wrong: bool
 
 
 def agree_and_recover(
@@ -43,8 +51,11 @@ def agree_and_recover(
     key: str,
     sharing: Mapping[str, Communicator],
     beside: Mapping[str, Communicator],
-) -> ProcessGroup:
+) -> tuple[ProcessGroup, list[int]]:
     """Reset a reducer and its bucket layout, and return its group from now on.
+
+    The second part of the result are the ranks whose parameters hold an incomplete
+    average, because an optimizer step was queued behind a collective that was given up.
 
     All ranks of the group must call it together. Ranks that share no store keep the old
     group, and do not wait for each other.
@@ -69,10 +80,16 @@ def agree_and_recover(
         each.peers.give_up(f"it called reset(){cause}")
     comm.free_replaced()  # by earlier resets
     reports = _exchange(reducer, key, sharing) if comm.has_store(group) else []
+    wrong = [rank for rank, each in enumerate(reports) if each.is_wrong]
     if reports:
         if _is_unusable(reports):
+            wrong = [r for r, each in enumerate(reports) if each.becomes_wrong]
             for each in sharing.values():
                 each.has_failed = True
+            if communicator.is_on_device:
+                _abort(group, communicator, sharing)
+            if group.rank() in wrong:
+                reducer.note_incomplete()
             comm.note_replaced(group)
             group = comm.fresh_group(group, key)
         else:
@@ -91,7 +108,31 @@ def agree_and_recover(
             each.peers.move_to(each.group, f"{key}/{place}")
     # Without a store ranks do not wait for each other: they may not gather, either.
     reducer.adopt(queue.configure(queue.config), shares=bool(reports))
-    return group
+    return group, wrong
+
+
+def _abort(
+    group: ProcessGroup, communicator: Communicator, sharing: Mapping[str, Communicator]
+) -> None:
+    """Let the device go on with what is queued behind collectives of the group.
+
+    The other wrappers on the group are told, because theirs are ended, too.
+
+    Raises:
+        CollectiveError: The group has no abort.
+    """
+    for each in sharing.values():
+        if each is not communicator:
+            each.lose("Another wrapper on the same process group was reset.")
+    if not comm.abort(group):
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                "reset() cannot abort the process group, and a collective in it, which "
+                "cannot complete, may hold up the device.",
+                remedy="restart the job",
+            )
+        )
 
 
 def _is_unusable(reports: list[_Report]) -> bool:
@@ -123,7 +164,11 @@ def _exchange(
         is_lost |= any(b.state is BucketState.IN_FLIGHT for b in queue.buckets)
     tallies = {place: each.tally for place, each in users}
     counts = {place: (t.started, t.launched) for place, t in tallies.items()}
-    mine = _Report(counts, is_lost, reducer.ledger.finalized)
+    is_wrong = reducer.holds_incomplete()
+    becomes_wrong = is_wrong or (
+        not reducer.has_noted_incomplete and communicator.would_apply_lost()
+    )
+    mine = _Report(counts, is_lost, reducer.ledger.finalized, is_wrong, becomes_wrong)
     # A peer may first have to run into the limit of a collective itself.
     seconds = 2 * communicator.seconds + PATIENCE_SECONDS
     ranks = range(group.size())

@@ -458,7 +458,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         A rank that raised may have missed a step that others have made. So the replicas
         are compared, and a warning says what differs on which ranks. If parameters
         still differ in the next synchronised step, that step raises a
-        ReplicaMismatchError.
+        ReplicaMismatchError. On a device an optimizer may have applied an incomplete
+        average. Then a warning names the ranks, and the next forward there raises a
+        CollectiveError unless their parameters are loaded or copied.
 
         Args:
             copy_from: A rank of the process group, the same on all ranks. All ranks get
@@ -474,13 +476,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_root(copy_from, self.process_group.size())
         key = self._replication.next_reset()
         sharing = self._guard.sharing_group()
-        beside = self._guard.beside()
-        self.process_group = agree_and_recover(self._reducer, key, sharing, beside)
+        self.process_group, wrong = agree_and_recover(
+            self._reducer, key, sharing, self._guard.beside()
+        )
         self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._guard.reset()
         self._replication.connect()
         stop_joining(self)
-        settle_after_reset(self, copy_from)
+        settle_after_reset(self, copy_from, wrong)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let a recorder note the events of every backward, or stop that with None.

@@ -408,11 +408,13 @@ def refuse_forward(reducer: Reducer) -> None:
     """Refuse a forward if the last backward failed, or did not come to its end.
 
     Raises:
+        CollectiveError: A collective was given up on a device.
         ReducerFailedError: It failed.
         UnfinishedReductionError: It lacks gradients. The error is sent to the other
             ranks, too, because they may wait for these. Or it waits for the user's
             finalize_backward().
     """
+    reducer.check()
     phase = reducer.phase.now
     if phase in (Phase.IDLE, Phase.ARMED):
         return

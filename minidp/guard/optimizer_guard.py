@@ -159,13 +159,15 @@ class Guard:
                 closure.
 
         Raises:
+            CollectiveError: A collective was given up on a device.
             DoubleStepError: The optimizer steps in backwards (`expect_in_backward`).
-            ItemCountError: The counts of items give no mean (`_check_counts`).
+            ItemCountError: The counts of items give no mean (`_check_averages`).
             UnsyncedGradientsError: Replicas differ, or would after this step, and
                 ``unsynced="raise"``.
             Exception: What the `precondition` raises.
         """
         if id(optimizer) in self._allowed:
+            self.reducer.communicator.note_step()
             return
         ledger, acts = self.reducer.ledger, self.acts
         is_ours = self._holds_ours(optimizer)
@@ -177,7 +179,9 @@ class Guard:
         last = self._at_step.get(optimizer, never)
         self._stepping = id(optimizer) if is_ours and ledger.sync_enabled else 0
         if is_ours:
-            self._check_counts()
+            # Before the check: what is given up right after it counts as applied then.
+            self.reducer.communicator.note_step()
+            self._check_averages()
         step = StepCheck(self, optimizer, last)
         if ledger.sync_enabled:
             if is_ours and self.precondition is not None:
@@ -330,7 +334,7 @@ class Guard:
             UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
         """
         reducer = self.reducer
-        self._check_counts()
+        self._check_averages()
         refuse_forward(reducer)
         if self.policy == "ignore" or not self.comparison.is_needed:
             return
@@ -723,20 +727,23 @@ class Guard:
             return False  # inside no_sync() not every local gradient is recorded
         return i not in self.acts.unsynced
 
-    def _check_counts(self) -> None:
-        """Fail the reducer if the last counts of items, on a device, give no mean.
+    def _check_averages(self) -> None:
+        """Fail the reducer if a device has found since that its averages are wrong.
 
-        On a device the backward does not wait for its counts, so this does. Then the
-        other ranks are told, too. On the CPU the backward itself has raised already,
-        and without an average over items there are no counts.
+        A collective may have been given up, or the counts of items may give no mean,
+        for which this waits. Then the other ranks are told, too. On the CPU the
+        backward itself has raised already.
 
         Raises:
+            CollectiveError: A collective was given up.
             ItemCountError: The counts give no mean.
         """
+        self.reducer.check()
         if (items := self.reducer.queue.averaging.items) is not None:
             try:
                 items.check()
             except ItemCountError as error:
+                self.reducer.check()  # it has read what was incomplete
                 self.reducer.fail(error)
                 raise
 

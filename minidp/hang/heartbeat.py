@@ -97,6 +97,13 @@ class Heartbeat(PeerMonitor):
         is_lost = any(alarm.started < started for alarm in alarms)
         return "a rank that it needs is gone" if is_lost else ""
 
+    def num_started_by_all(self) -> int | None:
+        """Return after how many collectives the first rank gave up, or None.
+
+        This knows the alarms that `tick` has read.
+        """
+        return min((a.started for a in self._channel.alarms.values()), default=None)
+
     def report(self, started: int) -> PeerReport:
         """Find out who is missing in collective number ``started``.
 
@@ -183,9 +190,9 @@ class Heartbeat(PeerMonitor):
         """Publish status and alarms, call the riders, and answer open questions.
 
         To spare the store, statuses of other ranks are read only while a question is
-        open, and their alarms only for an `Inquiry` or while a wait is late. If the
-        store fails, the channel keeps the reason as its `problem`, which answers all
-        questions.
+        open, and their alarms only for an `Inquiry`, while a wait is late, or if
+        collectives run on a device. If the store fails, the channel keeps the reason as
+        its `problem`, which answers all questions.
         """
         channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
         if reducer is None:
@@ -199,7 +206,9 @@ class Heartbeat(PeerMonitor):
             if not channel.problem:
                 channel.send(status)
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
-                if is_asked or communicator.is_late:
+                # On a device this rank does not notice by itself that it waits.
+                may_wait = communicator.is_late or communicator.is_on_device
+                if is_asked or may_wait:
                     channel.read_alarms()
                 if questions:
                     channel.read_statuses({*range(channel.size)} - {self.rank})

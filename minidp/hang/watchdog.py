@@ -4,14 +4,16 @@ The training thread may be stuck in a collective, in a checkpoint or in the user
 code. So a thread of its own publishes where this rank is, and reads where the others
 are. It also tells the other ranks when a replica is deleted or the process ends.
 
-Where a collective hangs on an accelerator, this thread ends the process: the host does
-not wait for such a collective, so there is no thread in which an error could be raised.
+The host does not wait for a collective on an accelerator, so that no training thread
+notices if one hangs. This thread does. It notes who is missing in the communicator,
+which raises that in the next call of the training thread, and then aborts the group: a
+host that waits for the device comes free. Only if the device does not go on after that,
+the process ends.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import sys
@@ -19,10 +21,11 @@ import threading
 import weakref
 from multiprocessing.util import Finalize
 
-from minidp import world
+from minidp import accelerator, world
 from minidp.comm import (
     Communicator,
     InFlight,
+    abort,
     has_store,
     is_initialized,
     warn_without_store,
@@ -34,6 +37,8 @@ from .rank_status import ENDED
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 1.0  # how long the exit of the process waits for the final heartbeat
+# How long a device may take to go on after an abort, before the process is ended.
+ABORT_SECONDS, POLL_SECONDS = 10.0, 0.01
 
 
 class Watchdog:
@@ -126,7 +131,7 @@ class Watchdog:
             # Otherwise the store may be gone already.
             if is_initialized() and not self._is_mute:
                 heartbeat.tick()
-                self._end_what_hangs(heartbeat)
+                self._give_up_what_hangs(heartbeat)
         except Exception:  # go on with the other heartbeats, and with this one later
             logger.exception(
                 "The watchdog failed once, for the reason below. Training goes on; a "
@@ -150,7 +155,7 @@ class Watchdog:
         self._is_mute = True
         thread.join(EXIT_SECONDS)
 
-    def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
+    def _give_up_what_hangs(self, heartbeat: Heartbeat) -> None:
         """Start a thread to `_judge` a collective that is late on an accelerator.
 
         The collectives that the host waits for, as on Gloo, raise where they are waited
@@ -163,29 +168,52 @@ class Watchdog:
             # This thread is the one that finds out who is missing. So it cannot wait
             # for the answer itself.
             args = (heartbeat, communicator, late)
-            world.thread(target=self._judge, args=args).start()
+            world.thread(target=self._judge, args=args, daemon=True).start()
 
     def _judge(
         self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
     ) -> None:
-        """End the process, unless the missing ranks may still come.
+        """Give a late collective up, unless the missing ranks may still come.
 
-        The report is logged first. The process ends without any cleanup, with exit
-        status 1. Asking the other ranks takes some seconds.
+        To ask the other ranks takes some seconds. If the device does not go on after
+        the abort, the process ends without any cleanup, with exit status 1.
         """
-        if communicator.extend(late):
+        try:
+            if communicator.is_hopeless(late) or not communicator.extend(late):
+                with accelerator.selected(communicator.device):
+                    self._give_up(heartbeat, communicator, late)
+        finally:
             self._judged.remove(heartbeat)
-            return
-        logger.critical(
-            "[rank %d] A collective did not finish within its limit: %s. %s This "
-            "process ends: a device cannot give up a collective.",
+
+    def _give_up(
+        self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
+    ) -> None:
+        group, why = communicator.group, communicator.explain_late(late)
+        late.ask_the_device()
+        if not communicator.lose(why, late):
+            return  # it has ended meanwhile
+        for other in list(self._heartbeats):  # other wrappers on the same group
+            neighbour = other.communicator
+            if neighbour and neighbour is not communicator and neighbour.group is group:
+                neighbour.lose(why)
+        logger.error(
+            "[rank %d] %s The process group is aborted; the next call of the wrapper "
+            "or of the optimizer raises this as a CollectiveError.",
             heartbeat.rank,
-            late.doing,
-            heartbeat.report(late.started).text,
+            why,
         )
-        with contextlib.suppress(Exception):
-            heartbeat.group.abort()
-        os._exit(1)
+        # It may wait itself.
+        world.thread(target=abort, args=(group,), daemon=True).start()
+        deadline = world.now() + ABORT_SECONDS
+        while not late.is_over():
+            if world.now() > deadline:
+                logger.critical(
+                    "[rank %d] This process ends: its device did not go on when the "
+                    "process group was aborted, and would never do so.",
+                    heartbeat.rank,
+                )
+                os._exit(1)
+            world.sleep(POLL_SECONDS)
 
 
 the_watchdog = Watchdog()

@@ -1,18 +1,33 @@
-"""A rank that does not come, on a device where waits do not let the host wait."""
+"""A rank raises, is late or dies, on a device where waits do not let the host wait.
+
+The other rank has queued everything long before: it is stuck where it reads a number,
+or runs ahead. It must come free, and get an error that names the missing rank.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
+import signal
+import time
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
-from minidp import DataParallel
+from minidp import CollectiveError, DataParallel, ReducerFailedError
+from minidp.hang import watchdog
 from tests.accelerator.training import Run, net
 from tests.support import sim
+from tests.support.both import same
+from tests.support.optimized import told
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
+
+FAULT = 3  # the step in which rank 1 is missing
+STEPS = 6
 
 
 @pytest.fixture
@@ -28,20 +43,244 @@ def fresh(pool):
     ranks.close()
 
 
-def rank_1_stops_earlier(ctx, log):
+class Missing(Exception):
+    """What rank 1 raises."""
+
+
+class Training:
+    """A training that can be interrupted, and goes on at any step."""
+
+    def __init__(self, ctx, kind="sim", **options):
+        self.rank, self.run = ctx.rank, Run(ctx, DataParallel, kind)
+        self.model = self.run.wrap(net().to(self.run.device()), **options)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.saved = []
+
+    def step(self, number, *, in_loss=lambda: None, before_step=lambda: None):
+        """Make one step; the callables are called in the middle of it."""
+        self.sgd.zero_grad()
+        loss = self.model(self.run.batch(number)).square().mean()
+        in_loss()
+        loss.backward()
+        before_step()
+        self.sgd.step()
+        return loss
+
+    def save(self):
+        self.saved = copy.deepcopy([self.model.state_dict(), self.sgd.state_dict()])
+
+    def load(self):
+        self.model.load_state_dict(self.saved[0])
+        self.sgd.load_state_dict(copy.deepcopy(self.saved[1]))
+
+    def state(self):
+        momenta = [row["momentum_buffer"] for row in self.sgd.state.values()]
+        return [t.detach().cpu() for t in [*self.model.parameters(), *momenta]]
+
+
+def undisturbed(ctx):
+    """Return the state after `STEPS` on the CPU."""
+    training = Training(ctx, "cpu")
+    for number in range(STEPS):
+        training.step(number)
+    return training.state()
+
+
+def assert_goes_on(ctx, training):
+    """The steps that are left give the bits of a run that nothing has disturbed."""
+    for number in range(FAULT, STEPS):
+        training.step(number)
+    torch.accelerator.synchronize()
+    assert same(training.state(), undisturbed(ctx))
+
+
+def raise_missing():
+    raise Missing("no loss today")
+
+
+def fail(training, waits="item", in_loss=raise_missing):
+    """Let rank 1 miss a step; return the error of this rank, and after how long."""
+    for number in range(FAULT):
+        training.step(number).item()
+    training.save()
+    if training.rank == 1:
+        with pytest.raises(Missing):
+            training.step(FAULT, in_loss=in_loss)
+        return "", 0.0
+
+    def go_on():
+        if waits == "before the step":
+            training.step(FAULT, before_step=torch.accelerator.synchronize)
+        loss = training.step(FAULT)
+        loss.item() if waits == "item" else torch.accelerator.synchronize()
+        training.step(FAULT + 1)
+
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        go_on()
+    with pytest.raises(ReducerFailedError):
+        training.step(FAULT)
+    return str(caught.value), time.monotonic() - begin
+
+
+# ---------------------------------------------------------------------- a rank raises
+
+
+def recover_by_a_copy(ctx, waits):
+    training = Training(ctx, hang_timeout=30)
+    if ctx.rank == 1:  # the error reaches rank 0 when this rank calls reset()
+        fail(training, waits)
+    else:
+        error, seconds = fail(training, waits)
+        assert seconds < 10, seconds  # at once, and not at the limit
+        assert "Missing: rank 1. Rank 1 gave up: it called reset()" in error
+        assert "[rank 0]" in error
+        assert "all-reduce of bucket 0" in error
+        is_applied = waits != "before the step"
+        assert ("may hold an incomplete average" in error) == is_applied
+        assert ("load a checkpoint" in error) == is_applied
+    heard = told(lambda: training.model.reset(copy_from=1))
+    assert not heard, heard
+    torch.accelerator.synchronize()  # no stream waits for the old group
+    assert_goes_on(ctx, training)
+
+
+@pytest.mark.parametrize("waits", ["item", "synchronize", "before the step"])
+def test_a_rank_raises(fresh, waits):
+    fresh.run(recover_by_a_copy, 2, waits)
+
+
+def recover_without_a_copy(ctx):
+    training = Training(ctx, hang_timeout=30)
+    fail(training, "before the step")
+    assert not told(training.model.reset)  # nothing was applied
+    assert_goes_on(ctx, training)
+
+
+def test_nothing_is_said_if_no_step_has_applied_anything(fresh):
+    fresh.run(recover_without_a_copy, 2)
+
+
+def forget_to_load(ctx, how):
+    training = Training(ctx, hang_timeout=30)
+    fail(training)
+    if how == "loads before":
+        training.load()
+    (text,) = told(training.model.reset) or [""]
+    if how == "loads before":
+        assert text == ""
+        assert_goes_on(ctx, training)
+        return
+    assert text.startswith(f"[rank {ctx.rank}] ")
+    assert "rank 0 hold an incomplete average" in text
+    if how == "loads after":
+        training.load()
+        assert_goes_on(ctx, training)
+        return
+
+    def go_on():
+        for number in range(FAULT, STEPS):
+            training.step(number).item()
+
+    with pytest.raises(CollectiveError) as caught:
+        go_on()
+    if ctx.rank == 0:
+        assert "of this rank hold an incomplete average" in str(caught.value)
+    else:
+        assert "Rank 0 gave up: " in str(caught.value)
+    # Rank 1 has queued its step before the error came, and is wrong by now, too.
+    for _ in range(2):  # another reset() mends nothing
+        (text,) = told(training.model.reset)
+        assert "rank 0, 1 hold an incomplete average" in text
+    training.load()
+    assert not told(training.model.reset)
+    assert_goes_on(ctx, training)
+
+
+@pytest.mark.parametrize("how", ["forgets", "loads before", "loads after"])
+def test_parameters_that_hold_an_incomplete_average_are_not_trained(fresh, how):
+    fresh.run(forget_to_load, 2, how)
+
+
+# ---------------------------------------------------------------------- a rank is late
+
+
+def be_late(ctx):
+    training, store = Training(ctx, hang_timeout=2), c10d._get_default_store()
+
+    def come_when_the_other_has_given_up():
+        if ctx.rank == 1:
+            store.get("rank 0 has given up")
+
+    for number in range(FAULT):
+        training.step(number)
+    training.save()
+
+    def go_on():
+        training.step(FAULT, in_loss=come_when_the_other_has_given_up).item()
+        training.step(FAULT + 1)
+
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        go_on()
+    error = str(caught.value)
+    if ctx.rank == 0:
+        assert 2 <= time.monotonic() - begin < 8
+        store.set("rank 0 has given up", "")
+        assert "Missing: rank 1. Rank 1 runs, but" in error
+        assert "did not finish within" in error
+    else:
+        assert "Missing: rank 0. Rank 0 gave up: CollectiveError: [rank 0]" in error
+    told(training.model.reset)
+    training.load()
+    assert_goes_on(ctx, training)
+
+
+def test_a_rank_is_late(fresh):
+    fresh.run(be_late, 2)
+
+
+# ------------------------------------------------------------------------ a rank dies
+
+
+def die(ctx):
+    training = Training(ctx, hang_timeout=2)
+
+    def leave():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    error, seconds = fail(training, in_loss=leave)
+    assert seconds < 10
+    return error
+
+
+def test_a_rank_dies(fresh):
+    first, second = fresh.run(die, 2, errors="return")
+    assert second.exit_code == -signal.SIGKILL
+    assert "Missing: rank 1. Rank 1 does not answer (killed, stopped" in str(first)
+
+
+# ------------------------------------------------- nobody calls us again; no abort
+
+
+def rank_1_stops_earlier(ctx, log, aborts):
     logging.getLogger("minidp").addHandler(logging.FileHandler(log))
+    if not aborts:
+        watchdog.ABORT_SECONDS = 0.5
+        watchdog.abort = lambda group: False
     run = Run(ctx, DataParallel, "sim")
     model = run.wrap(net().to(ctx.device), hang_timeout=2)
     run.train(model, 3 if ctx.rank else 4)
     torch.accelerator.synchronize()
 
 
-def test_a_missing_rank_is_named_within_the_limit(fresh, tmp_path):
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_host_that_waits_for_ever(fresh, tmp_path, aborts):
+    """It comes free, and the log says why; without an abort the process ends."""
     log = tmp_path / "log"
-    first, second = fresh.run(rank_1_stops_earlier, 2, log, errors="return")
+    first, second = fresh.run(rank_1_stops_earlier, 2, log, aborts, errors="return")
     assert second is None
-    # A kernel that waits for a rank cannot be given up, so the process ends.
-    assert first.exit_code == 1
+    assert first is None if aborts else first.exit_code == 1
     said = log.read_text()
-    assert "did not finish within its limit" in said
     assert "Missing: rank 1." in said
+    assert ("This process ends" in said) != aborts
