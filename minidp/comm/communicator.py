@@ -449,7 +449,7 @@ class Communicator:
         To ask the other ranks may take seconds.
         """
         why = self.peers.find_lost(late.started)
-        why = why or f"it did not finish within {late.waited:.0f} s"
+        why = why or f"it did not finish within {late.allowed:g} s"
         absent = self.peers.report(late.started).text
         what = f"A collective failed on the device: {late.doing} ({why})."
         return f"{absent} {what}".lstrip()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -11,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .backends import backend_name, group_timeout
 from .endings import free_left_behind
-from .groups import ProcessGroup, group_name, group_ranks
+from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import key_prefix
 from .work import waiting
 
@@ -32,7 +34,7 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     # numbers differ would wait for each other.
     ranks, name = group_ranks(group), backend_name(group)
     config = dist.get_backend_config(group) if name == "undefined" else name
-    with waiting():  # until all ranks are connected
+    with _unbound(), waiting():  # until all ranks are connected
         created: ProcessGroup = c10d._new_process_group_helper(
             len(ranks),
             group.rank(),
@@ -45,6 +47,25 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     _fresh.add(created)
     return created
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Let no new group share what the default group has.
+
+    If the default group is bound to a device, NCCL would split its communicator, which
+    may have been aborted.
+    """
+    default = default_group()
+    device = default.bound_device_id
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 _fresh: WeakSet[ProcessGroup] = WeakSet()  # the groups that `fresh_group` created

@@ -20,6 +20,7 @@ from minidp.comm.communicator import (
     is_done_within,
 )
 from minidp.comm.work import FutureWork, then, wait_for
+from minidp.hang import watchdog as watchdog_module
 from minidp.hang.watchdog import Watchdog
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
@@ -152,40 +153,72 @@ def on_device(make, monkeypatch):
     monkeypatch.setattr(accelerator, "has_streams", lambda _: True)
     monkeypatch.setattr(accelerator, "is_capturing", lambda _: False)
     monkeypatch.setattr(accelerator, "selected", lambda _: nullcontext())
+    monkeypatch.setattr(accelerator, "aside", lambda _: nullcontext())
 
 
 def running():
-    return SimpleNamespace(is_completed=lambda: False)
+    future = Future()
+    future.set_result(None)  # of a device: done at launch
+    return SimpleNamespace(is_completed=lambda: False, get_future=lambda: future)
 
 
-def test_what_hangs_on_a_device_ends_the_process(make, on_device, monkeypatch, caplog):
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_hangs_on_a_device(make, on_device, monkeypatch, caplog, goes_on):
     """The missing rank is busy three times, then not."""
     communicator = make(0.2, is_patient=True, hopeful=3)
-    ended, aborted = threading.Event(), []
+    ended, aborted = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: status == 1 and ended.set())
-    heartbeat = SimpleNamespace(
-        communicator=communicator,
-        rank=1,
-        group=SimpleNamespace(abort=lambda: aborted.append(not ended.is_set())),
-        report=communicator.peers.report,
-    )
+    monkeypatch.setattr(watchdog_module, "abort", lambda group: aborted.set())
+    monkeypatch.setattr(watchdog_module, "ABORT_SECONDS", 0.2)
+    has_come = aborted.is_set if goes_on else ended.is_set
+    after = SimpleNamespace(has_come=has_come)
+    monkeypatch.setattr(module, "After", lambda device: after)
+    heartbeat = SimpleNamespace(communicator=communicator, rank=1)
     watchdog = Watchdog()
     with communicator.watching("launching the all-reduce", 4):
         communicator.note_started(running())
-    watchdog._end_what_hangs(heartbeat)
+    assert communicator.started == 1
+    communicator.note_step()
+    watchdog._give_up_what_hangs(heartbeat)
     assert communicator.peers.asked == 0
     for _ in range(3000):
-        watchdog._end_what_hangs(heartbeat)
-        if ended.wait(0.01):
+        watchdog._give_up_what_hangs(heartbeat)
+        if (aborted if goes_on else ended).wait(0.01):
             break
-    assert ended.is_set()
-    assert aborted == [True]
+    assert aborted.is_set()
+    assert ended.is_set() != goes_on
     assert communicator.peers.asked == 5  # the fifth is for the last word
     assert "Still launching the all-reduce of bucket 4, for 0 s now." in caplog.text
-    assert (
-        "[rank 1] A collective did not finish within its limit: launching the "
-        "all-reduce of bucket 4. Missing: rank 2." in caplog.text
+    assert ("This process ends" in caplog.text) != goes_on
+    what = (
+        "[rank 1] Missing: rank 2. A collective failed on the device: launching the "
+        "all-reduce of bucket 4 (it did not finish within "
     )
+    assert what in caplog.text
+    assert communicator.peers.told[0].startswith(f"CollectiveError: {what}")
+    assert communicator.started == 0  # other ranks must not count on it
+    with pytest.raises(CollectiveError) as caught, communicator.watching("waiting"):
+        pytest.fail("nothing may be launched or waited for any more")
+    assert str(caught.value).startswith(what)
+    assert "may hold an incomplete average" in str(caught.value)
+
+
+def test_what_ends_while_others_are_asked_is_not_given_up(make, on_device):
+    communicator = make(0.2)
+    work = running()
+    communicator.note_started(work)
+    late = communicator._on_device[0]
+    work.is_completed = lambda: True
+    assert not communicator.lose("why", late)
+    assert not communicator.lost
+    assert not communicator.has_failed
+
+
+def test_nothing_is_launched_if_a_rank_has_given_up(make, on_device):
+    communicator = make(0.2, lost="it raised")
+    named = pytest.raises(CollectiveError, match="it raised")
+    with named, communicator.watching("launching"):
+        communicator.refuse_in_vain()
 
 
 def test_two_threads_may_look_at_what_a_device_does(make, on_device):
