@@ -417,27 +417,33 @@ class Communicator:
             return self._on_device[0] if self._on_device else None
 
     def waits_on_device(self) -> InFlight | None:
-        """Return the oldest collective on a device if it takes long, else None.
-
-        The thread of the watchdog calls this. It selects the device first, because a
-        thread that asks for an event of another one would take memory on device 0.
-        """
-        if not self.is_on_device:
-            return None
-        with accelerator.selected(self.device):
-            oldest = self._oldest_on_device()
+        """Return the oldest collective on a device if it takes long, else None."""
+        oldest = self._seen_by_the_watchdog()
         return oldest if oldest and oldest.waited > SLICE_SECONDS else None
 
     def find_late_on_device(self) -> InFlight | None:
         """Return the oldest collective on a device if it is late, else None.
 
-        It is late if it is over its limit, or if another rank has given up.
+        It is late if it is over its limit, or if it takes long and another rank has
+        given up.
         """
-        oldest = self.waits_on_device()
+        oldest = self._seen_by_the_watchdog()
         if oldest is None:
             return None
-        is_late = oldest.waited > oldest.allowed or self.is_hopeless(oldest)
-        return oldest if is_late else None
+        takes_long = oldest.waited > SLICE_SECONDS
+        is_late = oldest.waited > oldest.allowed
+        return oldest if is_late or (takes_long and self.is_hopeless(oldest)) else None
+
+    def _seen_by_the_watchdog(self) -> InFlight | None:
+        """Return the oldest collective on a device, for the thread of the watchdog.
+
+        It selects the device first, because a thread that asks for an event of another
+        one would take memory on device 0.
+        """
+        if not self.is_on_device:
+            return None
+        with accelerator.selected(self.device):
+            return self._oldest_on_device()
 
     def is_hopeless(self, late: InFlight) -> bool:
         """Return whether a rank has given up that a collective needs."""
