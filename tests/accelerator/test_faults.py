@@ -203,6 +203,49 @@ def test_parameters_that_hold_an_incomplete_average_are_not_trained(fresh, how):
     fresh.run(forget_to_load, 2, how)
 
 
+def wait_on_the_host(ctx):
+    """In each step the ranks compare the replicas, through the CPU's backend."""
+    training = Training(ctx, hang_timeout=30, check_replicas_every=1)
+    for number in range(FAULT):
+        training.step(number)
+    if ctx.rank == 0:
+        with pytest.raises(CollectiveError, match="Rank 1 gave up: it called reset"):
+            training.step(FAULT)  # no optimizer step is queued before the error comes
+    else:
+        with pytest.raises(Missing):
+            training.step(FAULT, in_loss=raise_missing)
+    assert not told(training.model.reset)
+    assert_goes_on(ctx, training)
+
+
+def test_a_host_that_waits_for_a_message_of_the_cpu_comes_free(fresh):
+    fresh.run(wait_on_the_host, 2)
+
+
+def share_a_group(ctx):
+    """The group is aborted for the first wrapper, and the second one has to know it."""
+    first, second = (Training(ctx, hang_timeout=30) for _ in range(2))
+    for number in range(FAULT):
+        first.step(number)
+        second.step(number)
+    if ctx.rank == 0:
+        first.step(FAULT)
+        second.step(FAULT).item()
+        with pytest.raises(CollectiveError, match="Missing: rank 1"):
+            second.step(FAULT + 1)
+        with pytest.raises(CollectiveError, match="Missing: rank 1"):
+            first.step(FAULT + 1)
+    for training in (first, second):
+        heard = told(lambda t=training: t.model.reset(copy_from=1))
+        assert not heard, heard
+    for training in (first, second):
+        assert_goes_on(ctx, training)
+
+
+def test_another_wrapper_on_the_group_is_told(fresh):
+    fresh.run(share_a_group, 2)
+
+
 # ---------------------------------------------------------------------- a rank is late
 
 
