@@ -395,9 +395,11 @@ class Communicator:
             if not found and not self.lost:
                 self._on_device.append(launched)
         result = work.wait()
+        # A future is done as soon as its kernels are queued, which says nothing here.
+        is_over = not isinstance(work, FutureWork) and work.is_completed()
         with self._lock:
             if launched in self._on_device:
-                if work.is_completed():
+                if is_over:
                     self._on_device.remove(launched)
                 else:
                     launched.waited_for()

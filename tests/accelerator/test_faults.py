@@ -162,6 +162,22 @@ def test_nothing_is_said_if_no_step_has_applied_anything(fresh):
     fresh.run(recover_without_a_copy, 2)
 
 
+def reset_at_once(ctx):
+    """Rank 0 does not wait for the error, so that nobody else aborts the group."""
+    training = Training(ctx, hang_timeout=30)
+    for number in range(FAULT):
+        training.step(number).item()
+    if ctx.rank == 0:
+        training.step(FAULT)
+    assert not told(lambda: training.model.reset(copy_from=1))
+    torch.accelerator.synchronize()
+    assert_goes_on(ctx, training)
+
+
+def test_reset_leaves_no_stream_behind_the_old_group(fresh):
+    fresh.run(reset_at_once, 2)
+
+
 def forget_to_load(ctx, how):
     training = Training(ctx, hang_timeout=30)
     fail(training)
