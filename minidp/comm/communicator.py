@@ -418,11 +418,6 @@ class Communicator:
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
-    def waits_on_device(self) -> InFlight | None:
-        """Return the oldest collective on a device if it takes long, else None."""
-        oldest = self._seen_by_the_watchdog()
-        return oldest if oldest and oldest.waited > SLICE_SECONDS else None
-
     def find_late_on_device(self) -> InFlight | None:
         """Return the oldest collective on a device if it is late, else None.
 
