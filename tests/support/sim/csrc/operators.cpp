@@ -30,6 +30,9 @@ const std::set<std::string> kSizedByValues = {
     "aten::bincount",
 };
 
+// Results whose shape on the CPU is not that of other devices.
+const std::set<std::string> kShapedByTheCpu = {"aten::native_batch_norm"};
+
 // The value with other tensors, and on another device where it is one.
 IValue changed(const IValue& value, c10::DeviceType device, const Change& change) {
   if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value;
@@ -180,7 +183,7 @@ class Call {
   void infer_results() {
     Stack shapes;
     try {
-      shapes = try_on(c10::kMeta);
+      shapes = try_on(kShapedByTheCpu.count(name_) ? c10::kCPU : c10::kMeta);
     } catch (const c10::Error&) {  // there is no shape function
       if (generator_) args_[generator_at_] = generator_->clone();  // takes no numbers from it
       shapes = try_on(c10::kCPU);
@@ -220,10 +223,10 @@ class Call {
         if (is_sim(tensor)) ranges.push_back(range_of(tensor, is_written_[i]));
       });
     }
-    std::vector<Alias> fresh;
-    for (const auto& result : results_)
-      for_each_tensor(result, [&](const at::Tensor& tensor) {
-        fresh.emplace_back(tensor);
+    std::vector<std::vector<Alias>> fresh(results_.size());
+    for (size_t i = 0; i < results_.size(); ++i)
+      for_each_tensor(results_[i], [&](const at::Tensor& tensor) {
+        fresh[i].emplace_back(tensor);
         ranges.push_back(range_of(tensor, true));
       });
     launch(current_stream(device_), name_, ranges, [makers, fresh, target = target_] {
@@ -231,11 +234,13 @@ class Call {
       Stack stack;
       for (const auto& make : makers) stack.push_back(make());
       target.callBoxed(&stack);
-      if (fresh.empty()) return;
-      size_t next = 0;
-      for (const auto& result : stack)
-        for_each_tensor(
-            result, [&](const at::Tensor& tensor) { fresh.at(next++).on_cpu().copy_(tensor); });
+      // A gradient that nobody asked for is no tensor here, although its shape function gives one.
+      for (size_t i = 0; i < fresh.size(); ++i) {
+        size_t next = 0;
+        for_each_tensor(stack.at(i), [&](const at::Tensor& tensor) {
+          fresh[i].at(next++).on_cpu().copy_(tensor);
+        });
+      }
     });
   }
 
