@@ -15,6 +15,7 @@ import torch
 from minidp.errors import NativeError
 from minidp.native.binary import cuda_toolkit, cxx
 from tests.gpu.places import Place, Ranks
+from tests.support import sim
 from tests.support.pool import Pool
 
 BUILD = """
@@ -57,6 +58,13 @@ def extension() -> None:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Ranks at the place that `places.at` names."""
     place: Place = request.param
+    pools = request.getfixturevalue("pools")
+    if place.is_simulated:
+        try:
+            sim.build()
+        except sim.NotBuilt as error:
+            pytest.skip(str(error))
+        return Ranks(place, pools.setdefault(place, place.pool()))
     if not place.kernels:
         return Ranks(place, request.getfixturevalue("pool"))
     # Without a CUDA context: those are for the ranks.
@@ -65,5 +73,4 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
         pytest.skip(f"needs {place.num_gpus} GPUs, there are {num_gpus}")
     if place.is_native:
         request.getfixturevalue("extension")
-    pools = request.getfixturevalue("pools")
     return Ranks(place, pools.setdefault(place, place.pool()))

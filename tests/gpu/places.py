@@ -1,6 +1,7 @@
-"""Where scenarios run: ranks on one GPU, on two, or on the CPU.
+"""Where scenarios run: ranks on one GPU, on two, on the CPU, or on a simulated device.
 
     cpu-2       the warm pool: every scenario that has a meaning there, in `--full`
+    sim-2       two ranks, each with a simulated device that finds races, in `--full`
     nccl-1      one rank on one GPU
     gloo-2      two ranks on one GPU (NCCL refuses that)
     nccl-2      two ranks, each with a GPU of its own
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import sim
 from tests.support.pool import Pool
 
 GROUP_SECONDS = 60.0  # a GPU's first kernels of a kind take a while
@@ -30,11 +32,16 @@ class Place:
 
     backend: str
     world_size: int
-    kernels: str = ""  # "python" or "native"; "" on the CPU: what the stage says
+    kernels: str = ""  # "python" or "native"; "" without a GPU: what the stage says
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the ranks have simulated devices."""
+        return self.backend == sim.BACKEND
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the place needs; 0 on the CPU."""
+        """Number of GPUs that the place needs; 0 without any."""
         return (self.world_size if self.backend == "nccl" else 1) * bool(self.kernels)
 
     @property
@@ -43,7 +50,10 @@ class Place:
         return self.kernels == "native"
 
     def pool(self) -> Pool:
-        """Return rank processes on the place's GPUs; the first job starts them."""
+        """Return rank processes on the place's devices; the first job starts them."""
+        if self.is_simulated:
+            backend, devices = f"cpu:gloo,sim:{sim.BACKEND}", ["sim:0"] * 2
+            return Pool(2, GROUP_SECONDS, backend=backend, devices=devices)
         return Pool(
             self.world_size,
             GROUP_SECONDS,
@@ -54,12 +64,14 @@ class Place:
 
 
 CPU = Place("gloo", 2)
+SIMULATED = Place(sim.BACKEND, 2)
 ON_GPUS = [
     Place(backend, world_size, kernels)
     for backend, world_size in (("nccl", 1), ("gloo", 2), ("nccl", 2))
     for kernels in ("python", "native")
 ]
-EVERYWHERE = [CPU, *ON_GPUS]
+EVERYWHERE = [CPU, SIMULATED, *ON_GPUS]
+ON_DEVICES = [SIMULATED, *ON_GPUS]
 NCCL = [place for place in ON_GPUS if place.backend == "nccl"]
 ONE_RANK = ON_GPUS[:1]
 ONE_NATIVE_RANK = ON_GPUS[1:2]
@@ -71,7 +83,7 @@ def at(places: Sequence[Place]) -> Any:
     params = [
         pytest.param(p, id=f"{p.backend}-{p.world_size}-{p.kernels}", marks=on_gpu)
         if p.kernels
-        else pytest.param(p, id=f"cpu-{p.world_size}")
+        else pytest.param(p, id="sim-2" if p.is_simulated else f"cpu-{p.world_size}")
         for p in places
     ]
     return pytest.mark.parametrize("ranks", params, indirect=True)
@@ -83,6 +95,11 @@ class Ranks:
 
     place: Place
     pool: Pool
+
+    def skip_if_simulated(self, why: str) -> None:
+        """Skip a test of what the simulated device cannot do."""
+        if self.place.is_simulated:
+            pytest.skip(why)
 
     def run(
         self, function: Callable[..., Any], *args: Any, errors: str = "raise"
