@@ -332,6 +332,11 @@ def rank_1_stops_earlier(ctx, log, aborts):
     run = Run(ctx, DataParallel, "sim")
     model = run.wrap(net().to(ctx.device), hang_timeout=2)
     run.train(model, 3 if ctx.rank else 4)
+    has_launched = log.with_suffix(".launched")
+    if ctx.rank == 0:
+        has_launched.touch()
+    while not has_launched.exists():  # rank 1 says that it leaves, once it returns
+        time.sleep(0.01)
     torch.accelerator.synchronize()
 
 
