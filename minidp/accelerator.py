@@ -201,23 +201,35 @@ def _has_record_stream(device_type: str) -> bool:
 
 
 class BucketStreams:
-    """The streams that write one bucket, and the one that launches it.
+    """The streams that write one bucket, the one that launches it, and its memory.
 
     A grad hook runs on the stream that was current when the AccumulateGrad node of its
     parameter was made: that of the constructor, unless a forward made the node earlier.
     So several streams may write one bucket. The stream that flattens the bucket waits
     for all of them, and the collective is launched from it, too, perhaps by the
     autograd thread of another device.
+
+    The buffer belongs to the stream on which it was made, and may die at any time: with
+    the wrapper, or in a rebuild. So each other stream that uses it is marked as its
+    user, once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.written_on: set[torch.Stream] = set()  # filled by the grad hooks
         self._flattened_on: torch.Stream | None = None
+        self._users: set[torch.Stream] = set()  # of the buffer
 
-    def note(self) -> None:
-        """Note that the current stream has written to the bucket."""
-        self.written_on.add(current_stream(self._device))
+    def made_buffer(self) -> None:
+        """Note that the current stream has made the buffer."""
+        self._users = {current_stream(self._device)}
+
+    def use_buffer(self, buffer: Tensor) -> None:
+        """Mark the buffer as used by the current stream, unless that is known."""
+        current = current_stream(self._device)
+        if current not in self._users:
+            self._users.add(current)
+            use_here(buffer)
 
     def gather(self, grads: Iterable[object]) -> None:
         """Let the current stream flatten the bucket, after all that has written to it.

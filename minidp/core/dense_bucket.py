@@ -85,6 +85,8 @@ class DenseBucket(Bucket):
             values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
         ]
         self._memory = kernels.Memory(self.payload)
+        if self.streams is not None:
+            self.streams.made_buffer()
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
         if (extension := kernels.extension_for([values])) is not None:
@@ -113,8 +115,6 @@ class DenseBucket(Bucket):
 
     def _release(self) -> None:
         """Let go of the buffer, so that only gradients that are views keep it alive."""
-        if self.streams is not None:  # another stream than this one may have made it
-            accelerator.use_here(self.payload)
         self._memory = self.native = self._made = None
         self.views = []
         del self.payload, self._values, self._copy_plan
@@ -161,6 +161,8 @@ class DenseBucket(Bucket):
     ) -> None:
         if self._memory is None:
             entries = self._allocate_for(enumerate(entries))
+        if self.streams is not None:
+            self.streams.use_buffer(self.payload)
         self._arrived = entries
         native = None if undecided and self._as_view else self.native
         if not (native and native.flatten(entries, factors.pre)):
@@ -252,10 +254,12 @@ class DenseBucket(Bucket):
         shared.into = native if takes else None
 
     def write_averages(self, kept: Slots) -> None:  # noqa: D102
+        if self.streams is not None:
+            self.streams.use_buffer(self.payload)
+            # The stream that has flattened the bucket has made them.
+            accelerator.use_here(*self._saved.values(), *self._tracked.values())
         if self._as_view or isinstance(self.factor, Tensor):
             self._rescale()  # else the extension may multiply on the way
-        if self.streams is not None:  # made by the stream that has flattened them
-            accelerator.use_here(*self._saved.values(), *self._tracked.values())
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
