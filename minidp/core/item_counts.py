@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from minidp.accelerator import After, Download, aside, use_here
 from minidp.comm import Communicator
 
+from .autograd import untraced
 from .exchange import Exchange
 from .item_mistakes import EACH, FEWER, SILENT, STALE, refuse_counts
 from .item_numbers import number_of, total
@@ -47,15 +49,31 @@ class _Step:
     # Averages on which a backward began: the parameter, its .grad, the version of that,
     # and whether it is not all zeros.
     averages: list[tuple[Tensor, Tensor, int, Tensor]] = field(default_factory=list)
-    # When the tensors in `said` and `averages` are computed, on the streams that do it.
+    # When the tensors in `said` are computed, on the streams that do it.
     moments: list[After] = field(default_factory=list)
+    # Of what holds back those who add to `averages`, until these have been looked at.
+    handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0  # in grad mode
 
     def note_average(self, param: Tensor, grad: Tensor) -> None:
         """Note that a ``.grad`` holds an average now, unless it is all zeros."""
         self.averages.append((param, grad, grad._version, grad.detach().any()))
-        if not grad.is_cpu:
-            self.moments.append(After(grad.device))
+        if grad.is_cpu:
+            return
+        looked = After(grad.device)
+
+        @untraced
+        def wait(_grads: object) -> None:
+            looked.hold_back()
+
+        # The stream that adds to this .grad may be another one.
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        self.handles.append(node.register_prehook(wait))
+
+    def ended(self) -> None:
+        """Let gradients no longer wait for `note_average`."""
+        for handle in self.handles:
+            handle.remove()
 
     def is_stale(self) -> Tensor | bool:
         """Return whether a ``.grad`` with averages was changed since `look`.
@@ -232,6 +250,7 @@ class ItemCounts(Observer):
         GPU.
         """
         step, self._step = self._step, _Step()
+        step.ended()
         message = self.exchange.blank()
         row = message.view(-1, 3)[self._communicator.rank]
         if row.is_cpu:
@@ -317,5 +336,6 @@ class ItemCounts(Observer):
 
     def abandon(self) -> None:
         """Forget what was counted and sent, but keep `totals`."""
+        self._step.ended()
         self._step, self._late, self._weighed = _Step(), None, None
         self.holds_averages = False
