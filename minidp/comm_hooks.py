@@ -24,6 +24,10 @@ The ``state`` of a hook is a process group, or None for the bucket's own group, 
 `DataParallel.reset` may replace. Hooks that keep data have a class for their state, of
 which each wrapped module needs an object of its own.
 
+On a device, a group keeps what a collective reads and writes until that has ended, and
+a future marks its value as used by the streams of its callbacks. So a hook calls
+`use_here` only for what it reads itself on another stream than that of its making.
+
 Gradients that a hook cannot compress (16-bit, sparse) are averaged uncompressed, as by
 `all_reduce_hook`. Complex gradients arrive as interleaved reals.
 """
@@ -223,7 +227,6 @@ class _Exchange:
         """Copy what was gathered to the buffer, and complete `future`."""
         try:
             done.value()
-            use_here(self._mean, self._sent)  # after the all-gather, which reads them
             gathered = self._sent.view(-1)[: self._buffer.numel()]
             self.future.set_result(self._buffer.copy_(gathered))
         except Exception as error:
@@ -313,7 +316,6 @@ def int8_error_feedback_hook(
     messages = [torch.empty_like(message) for _ in range(group.size())]
 
     def decode() -> torch.Tensor:
-        use_here(message)  # after the all-gather, which reads it
         total = torch.zeros_like(values)
         for theirs in messages:
             scale = theirs[:head].view(torch.float32).unsqueeze(1)
