@@ -278,7 +278,7 @@ def test_host_waits_are_counted_and_refused(ctx):
     with sim.costs() as costs:
         tensor.sum().item()
     assert costs.host_waits == ("item()",)
-    assert costs.kernels == 1
+    assert costs.kernels == 2  # the sum, and its copy to the host
 
 
 @on_ranks(1)
@@ -334,3 +334,15 @@ def test_the_time_between_events(ctx):
         with pytest.raises(RuntimeError, match="must be completed"):
             begin.elapsed_time(end)
     assert begin.elapsed_time(end) > 0
+
+
+@on_ranks(1)
+def test_the_host_reads_on_a_stream_that_has_to_be_behind(ctx):
+    side = torch.Stream("sim")
+    with side:
+        value = torch.full((), 2.0, device="sim")
+    value.item()
+    assert "_local_scalar_dense reads" in sim.races()[0]
+    side.synchronize()
+    assert value.item() == 2
+    assert not sim.races()

@@ -188,8 +188,13 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  synchronize(stream_of(self), "item()");
-  return Alias(self).on_cpu().item();
+  auto& stream = stream_of(self);
+  const auto value = std::make_shared<at::Scalar>();  // outlives a wait that raises
+  launch(stream, "aten::_local_scalar_dense", {range_of(self, false)}, [value, from = Alias(self)] {
+    *value = from.on_cpu().item();
+  });
+  synchronize(stream, "item()");
+  return *value;
 }
 
 }  // namespace
