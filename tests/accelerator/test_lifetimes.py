@@ -1,0 +1,216 @@
+"""Programs that reuse memory as soon as they may, in streams that minidp has used, too.
+
+In a usual training each stream waits for all others once in a step, so that a mark is
+missed by nobody. Here a stream of the user takes memory while another one still reads
+what lay there before.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel
+from minidp.comm import Communicator
+from minidp.core.exchange import Exchange
+from tests.accelerator.training import no_races
+from tests.support.ranks import on_ranks
+
+
+def take(side, *sizes, dtype=torch.float32):
+    """Write to all memory of these sizes that a stream has got back."""
+    with side:
+        for size in sizes:
+            keep = [torch.ones(size, dtype=dtype, device="sim") for _ in range(32)]
+            del keep
+
+
+def nodes_on(side, *params):
+    """Make AccumulateGrad nodes, whose hooks run on a stream; keep what is returned."""
+    with side:
+        return [torch.autograd.graph.get_gradient_edge(p).node for p in params]
+
+
+class Sums(nn.Module):
+    """AccumulateGrad copies its gradients, which are expanded, on its own stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(500))
+        self.last = nn.Parameter(torch.ones(300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.last.sum()  # its gradient comes last
+        return (last + self.first.sum()) * x
+
+
+@on_ranks(2)
+def test_gradients_of_another_stream_are_dropped_by_the_user(ctx):
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    nodes = nodes_on(side, module.first)
+    ddp = DataParallel(module, process_group=ctx.group)
+    x = torch.ones((), device=ctx.device)
+    with no_races():
+        for _ in range(3):
+            ddp(x).backward()
+            ddp.zero_grad()
+            take(side, 500)
+    del nodes
+
+
+@on_ranks(2)
+def test_gradients_of_another_stream_become_views(ctx):
+    """The user has put them there, and has let this stream wait for theirs."""
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    ddp = DataParallel(module, process_group=ctx.group, gradient_as_bucket_view=True)
+    x = torch.ones((), device=ctx.device)
+    with no_races():
+        for _ in range(3):
+            ddp.zero_grad()
+            with side:
+                for param in module.parameters():
+                    param.grad = torch.ones_like(param)
+            torch.accelerator.current_stream().wait_stream(side)
+            ddp(x).backward()
+            take(side, 500, 300)
+
+
+@on_ranks(2)
+def test_gradients_of_another_stream_become_views_of_a_new_wrapper(ctx):
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    with side:
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+    torch.accelerator.current_stream().wait_stream(side)
+    with no_races():
+        ddp = DataParallel(
+            module, process_group=ctx.group, gradient_as_bucket_view=True
+        )
+        take(side, 500, 300)
+    del ddp
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_of_another_stream_are_copied_in_a_pause(ctx, views):
+    """And the user drops them before the rest of the backward."""
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    module.forward = lambda x: (module.first.sum() * x, module.last.sum() * x)  # type: ignore[method-assign]
+    nodes = nodes_on(side, module.first)
+    options = {"gradient_as_bucket_view": views}
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    x = torch.ones((), device=ctx.device)
+    with no_races():
+        for _ in range(2):
+            first, last = ddp(x)
+            first.backward()
+            if not views:
+                ddp.zero_grad()
+            take(side, 500)
+            last.backward()
+            ddp.zero_grad()
+    del nodes
+
+
+@on_ranks(2)
+def test_a_sum_that_nobody_reads(ctx):
+    """One stream starts it, and another one waits for it and drops it."""
+    side = torch.Stream("sim")
+    communicator = Communicator(ctx.group, device=ctx.device)
+    exchange = Exchange("a sum", (3, torch.float64), ctx.device, communicator)
+    with no_races():
+        with side:
+            exchange.start(exchange.blank())
+        exchange.settle()
+        exchange.drop()
+        take(side, 3, dtype=torch.float64)
+
+
+class Heads(nn.Module):
+    """Uses one of its two heads, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor, *, uses_both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.first(x)
+        return self.second(found) if uses_both else found
+
+
+@on_ranks(2)
+def test_averages_of_unused_parameters_are_put_back(ctx):
+    """A stream of the hooks has saved them, and another one copies them."""
+    module, side = Heads().to(ctx.device), torch.Stream("sim")
+    nodes = nodes_on(side, *module.parameters())
+    ddp = DataParallel(
+        module,
+        process_group=ctx.group,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+    )
+    x = torch.ones(4, 20, device=ctx.device)
+    with no_races():
+        for step in range(4):
+            ddp(x, uses_both=step == 0).sum().backward()
+            take(side, 400, 20)
+    del nodes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("items", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
+    """It was made on another stream, which takes its memory at once."""
+    module, side = nn.Linear(60, 300).to(ctx.device), torch.Stream("sim")
+    options = {"gradient_as_bucket_view": views, "find_unused_parameters": unused}
+    if items:
+        options["average_over"] = "items"
+    x = torch.ones(4, 60, device=ctx.device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with no_races():
+        for _ in range(2):
+            with side:
+                ddp = DataParallel(module, process_group=ctx.group, **options)
+            torch.accelerator.current_stream().wait_stream(side)
+            loss = unweighed = ddp(x).sum()
+            count = None
+            if items:
+                side.wait_stream(torch.accelerator.current_stream())
+                unweighed.record_stream(side)
+                with side:
+                    count = torch.full((), 4.0, device=ctx.device)
+                    loss = ddp.weigh_loss(loss, count)
+                torch.accelerator.current_stream().wait_stream(side)
+            loss.backward()
+            del ddp, loss, unweighed, count
+            module.zero_grad()
+            gc.collect()
+            take(side, 18300, 18000, 300, 1)
+            take(side, 6, 3, 1, dtype=torch.float64)
+            take(side, 1, dtype=torch.bool)
+
+
+@on_ranks(2)
+def test_a_loss_that_is_weighed_on_another_stream(ctx):
+    """Whether its count is 0 is known there, and here gradients depend on it."""
+    module, side = nn.Linear(60, 300).to(ctx.device), torch.Stream("sim")
+    ddp = DataParallel(module, process_group=ctx.group, average_over="items")
+    with no_races():
+        loss = ddp(torch.ones(4, 60, device=ctx.device)).sum()
+        side.wait_stream(torch.accelerator.current_stream())
+        loss.record_stream(side)
+        with side:
+            count = torch.full((), 4.0, device=ctx.device)
+            weighed = ddp.weigh_loss(loss, count)
+        torch.accelerator.current_stream().wait_stream(side)
+        weighed.backward()
+        del ddp, loss, weighed
+        gc.collect()
+        take(side, 1, dtype=torch.bool)
+    del count
