@@ -1,0 +1,302 @@
+"""Each call that orders streams or keeps memory is needed: without it a test fails.
+
+`removal.sites` finds the calls. `NOTICED_BY` says for each what notices its loss, so
+that this takes a second or so. A call that is in no table is tried against everything
+that there is. If nothing notices its loss, either it is not needed and goes, or a
+scenario is missing, or the simulated device cannot show why it is needed: then it is
+listed in `NOT_TRIED`, with the reason.
+
+All trials are tests elsewhere, too, or scenarios of `test_features`, so that none of
+them fails for another reason than the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from minidp import DataParallel, native
+from tests.accelerator import (
+    removal,
+    scenarios,
+    test_audit_order,
+    test_lifetimes,
+    test_waits,
+)
+from tests.accelerator.training import Run, Scenario, result_of
+from tests.support import sim
+from tests.support.pool import RankError
+
+Trial = Callable[[Any], object]  # a function of a rank, which raises if it notices
+
+# Calls that are left out, by how their names begin.
+NOT_TRIED = {
+    "accelerator.py _has_record_stream": "asks only whether there is such an operator",
+    "comm/collectives.py GatheredSum.": "sparse tensors are not simulated",
+    "core/sparse_bucket.py": "sparse tensors are not simulated",
+    "comm/collectives.py barrier wait_for (2)": "groups written in Python, on the CPU",
+    "comm/work.py PythonWork.": "groups written in Python, on the CPU",
+    "comm/work.py FutureWork.is_done_within": "a wait of the host, with a limit",
+    "comm/communicator.py Communicator.wait work.wait": "waits of the CPU's groups",
+    "comm/communicator.py Communicator._wait_long": "waits of the CPU's groups",
+    "comm/communicator.py InFlight.ask_the_device": "an aborted group: test_faults",
+    "comm/communicator.py Communicator._wait_on_device work.wait": "(1): a capture",
+    "comm/communicator.py is_done_within": "waits of the CPU's groups",
+    "data_parallel/join.py announce wait_for": "for its limit; nobody reads that sum",
+    "doctor/": "a command that waits to measure the device's times",
+    "guard/comparison.py": "messages of the store",
+    "hang/": "threads and messages of the host",
+    "sync_batchnorm.py": "layers on a device are torch's own",
+    "torchft/quorum.py": "torchft does not run on the simulated device",
+}
+
+# What only hooks of C++ call, and what only those of Python do.
+OF_EXTENSION = {
+    "core/grad_hooks.py PendingGrads.complete self.written_on[number].update"
+}
+OF_PYTHON = {
+    "core/grad_hooks.py _noting_stream.grad_hook written_on[bucket_of[i]].add",
+    "core/dense_bucket.py DenseBucket.copy_now self._made.hold_back",
+}
+
+
+def trains(ctx: Any, scenario: Scenario, way: str) -> None:
+    """Notice other bits than those of the CPU, and races."""
+    expected = result_of(Run(ctx, DataParallel, "cpu"), scenario)
+    found = result_of(Run(ctx, DataParallel, "sim", way), scenario)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+def training(scenario: Scenario, way: str = "default") -> Trial:
+    return partial(trains, scenario=scenario, way=way)
+
+
+def options(name: str, way: str = "default") -> Trial:
+    return training(partial(scenarios.with_options, name=name), way)
+
+
+def body(function: Any, **parameters: object) -> Trial:
+    """Return the body of a test on ranks."""
+    return partial(function.on_rank, **parameters)
+
+
+AUDIT, LIVES, WAITS = test_audit_order, test_lifetimes, test_waits
+DEFAULT = options("default")
+WRITTEN_ON = body(
+    AUDIT.test_nodes_of_several_streams_write_one_bucket, views=False, keeps_grads=True
+)
+PAUSED = body(AUDIT.test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for)
+TIMES = body(AUDIT.test_a_recording_has_the_times_of_the_device)
+LOOKED_AT = body(WAITS.test_averages_are_looked_at_on_the_stream_of_an_output)
+READ = body(WAITS.test_counts_are_read_when_they_are_here)
+FILLED = body(
+    WAITS.test_a_bucket_is_launched_from_the_stream_that_has_filled_it, options={}
+)
+FINITE = body(
+    WAITS.test_a_bucket_is_launched_from_the_stream_that_has_filled_it,
+    options={"check_finite_grads": True},
+)
+MESSAGES = body(WAITS.test_small_messages_are_read_behind_their_collectives)
+HOOK_IS_LATE = body(WAITS.test_what_a_hook_has_queued_is_late_until_it_has_ended)
+ASIDE = body(WAITS.test_the_watchdog_holds_up_no_stream_of_the_user)
+LETS_GO = body(WAITS.test_who_has_waited_lets_go_of_the_tensors)
+ONE_AT_A_TIME = body(
+    WAITS.test_a_hook_that_runs_one_at_a_time_has_ended_when_it_returns
+)
+DROPPED = body(LIVES.test_gradients_of_another_stream_are_dropped_by_the_user)
+BECOME_VIEWS = body(LIVES.test_gradients_of_another_stream_become_views)
+DIES = body(
+    LIVES.test_a_wrapper_that_dies_after_its_backward,
+    views=False,
+    items=False,
+    unused=False,
+)
+DIES_WITH_ITEMS = body(
+    LIVES.test_a_wrapper_that_dies_after_its_backward,
+    views=False,
+    items=True,
+    unused=False,
+)
+FP32 = body(
+    AUDIT.test_a_comm_hook_keeps_what_its_collectives_read, name="fp32_accumulate_hook"
+)
+MAPS = body(AUDIT.test_maps_live_until_they_are_read, skips=False)
+COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
+OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
+
+# By file, and then by function and call.
+_NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
+    "accelerator.py": {
+        "synchronize torch.accelerator.synchronize": TIMES,
+        "use_here _record": BECOME_VIEWS,
+        "_record memory.record_stream": BECOME_VIEWS,
+        "BucketStreams.use_buffer use_here": DIES,
+        "BucketStreams.gather current.wait_stream": WRITTEN_ON,
+        "BucketStreams.gather _record": DROPPED,
+        "After.__init__ self._event.record": LOOKED_AT,
+        "After.hold_back current_stream(self._device).wait_event": LOOKED_AT,
+        "After.wait self._event.synchronize": READ,
+        "Timer.__init__ self._origin.synchronize": body(
+            WAITS.test_a_timer_begins_when_the_device_is_there
+        ),
+        "Timer.mark event.record": TIMES,
+        "Timer.settle synchronize": TIMES,
+        "Download.wait self._end.wait": READ,
+    },
+    "comm/collectives.py": {
+        "gather_rows wait_for": MESSAGES,
+        "barrier wait_for": body(WAITS.test_a_barrier_lets_the_host_wait_for_all_ranks),
+        "broadcast_integers wait_for": MESSAGES,
+        "_unpack wait_for": MESSAGES,
+    },
+    "comm/communicator.py": {
+        "InFlight.is_over accelerator.aside": ASIDE,
+        "InFlight.is_over self.work.future.wait": ASIDE,
+        "InFlight.is_over self.waited_for": HOOK_IS_LATE,
+        "Communicator._wait_on_device launched.waited_for": LETS_GO,
+        "Communicator._seen_by_the_watchdog accelerator.selected": body(
+            WAITS.test_the_watchdog_asks_on_the_device_that_it_means
+        ),
+        "Communicator._wait_on_device work.wait (2)": body(
+            WAITS.test_who_waits_for_a_collective_is_behind_it
+        ),
+    },
+    "comm/work.py": {
+        "FutureWork.wait self.future.wait": ONE_AT_A_TIME,
+    },
+    "comm_hooks.py": {
+        "_Exchange.finish wait_for": FP32,
+        "_Exchange.finish use_here": FP32,
+        "one_at_a_time.waiting wait_for": ONE_AT_A_TIME,
+    },
+    "core/bucket.py": {
+        "Bucket.flatten self.streams.gather": WRITTEN_ON,
+        "Bucket.launch self.on_stream": FILLED,
+        "Bucket.wait self.communicator.wait": DEFAULT,
+    },
+    "core/bucket_queue.py": {
+        "BucketQueue._launch bucket.on_stream": FINITE,
+        "BucketQueue.finish comm.wait_for": body(
+            WAITS.test_a_backward_ends_after_what_a_buffer_hook_owes
+        ),
+        "BucketQueue._finish bucket.wait": DEFAULT,
+        "BucketQueue.drain bucket.wait": body(
+            WAITS.test_a_reset_waits_for_what_a_paused_backward_has_launched
+        ),
+    },
+    "core/dense_bucket.py": {
+        "DenseBucket.copy_now self._made.hold_back": body(
+            AUDIT.test_lazy_buckets_of_other_streams, views=True
+        ),
+        "DenseBucket.write_averages accelerator.use_here": body(
+            LIVES.test_averages_of_unused_parameters_are_put_back
+        ),
+        "DenseBucket._point_at_views accelerator.use_here": BECOME_VIEWS,
+        "DenseBucket._move_to_views accelerator.use_here": body(
+            LIVES.test_gradients_of_another_stream_become_views_of_a_new_wrapper
+        ),
+    },
+    "core/exchange.py": {
+        "Exchange.settle self._communicator.wait": MAPS,
+        "Exchange.settle use_here": body(LIVES.test_a_sum_that_nobody_reads),
+    },
+    "core/grad_hooks.py": {
+        "_noting_stream.grad_hook written_on[bucket_of[i]].add": WRITTEN_ON,
+        "PendingGrads.pause self.written_on[self.bucket_of[i]].add": PAUSED,
+        "PendingGrads.pause use_here": body(
+            LIVES.test_gradients_of_another_stream_are_copied_in_a_pause, views=False
+        ),
+        "PendingGrads.complete self.written_on[number].update": WRITTEN_ON,
+    },
+    "core/item_counts.py": {
+        "_Step.note_average.wait looked.hold_back": LOOKED_AT,
+        "ItemCounts.add map": OTHER_STREAM,
+        "ItemCounts.cleaned use_here": body(
+            LIVES.test_a_loss_that_is_weighed_on_another_stream
+        ),
+        "ItemCounts._write moment.wait": body(
+            AUDIT.test_a_count_on_the_device_of_a_module_on_the_cpu
+        ),
+        "ItemCounts._write_on_device moment.hold_back": OTHER_STREAM,
+        "ItemCounts._write_on_device use_here": COUNTS,
+        "ItemCounts.finishing aside": body(
+            WAITS.test_counts_travel_to_the_host_on_a_stream_of_their_own
+        ),
+        "ItemCounts.finishing arrived.hold_back": training(scenarios.items),
+        "ItemCounts.finishing use_here": DIES_WITH_ITEMS,
+    },
+    "data_parallel/join.py": {
+        "_LimitedJoin._get_num_nonjoined_procs wait_for": training(
+            scenarios.uneven_inputs
+        ),
+    },
+    "hooks/comm_hook.py": {
+        "HookInFlight.wait self.future.wait": training(scenarios.compressed),
+    },
+}
+NOTICED_BY = {
+    f"{path} {call}": trial
+    for path, calls in _NOTICED_BY.items()
+    for call, trial in calls.items()
+}
+
+# For a call that is in no table: first what is cheap and tries hard.
+EVERYTHING: tuple[Trial, ...] = (
+    *dict.fromkeys(NOTICED_BY.values()),
+    *(
+        training(scenario, way)
+        for way in ("mixed_nodes", "run_aside", "wrapped_aside", "default")
+        for scenario in (
+            *(partial(scenarios.with_options, name=each) for each in scenarios.OPTIONS),
+            *(*scenarios.BOTH, *scenarios.OURS),
+        )
+    ),
+)
+
+
+def is_tried(site: removal.Site) -> bool:
+    is_left_out = any(str(site).startswith(each) for each in NOT_TRIED)
+    return str(site) in NOTICED_BY or not is_left_out
+
+
+SITES = list(filter(is_tried, removal.sites()))
+
+
+def run_without(ctx: Any, site: removal.Site, number: int | None) -> None:
+    """Run a trial without a call: the one of the table, or one of everything."""
+    trial = NOTICED_BY[str(site)] if number is None else EVERYTHING[number]
+    try:
+        with removal.removed(site):
+            trial(ctx)
+    finally:
+        sim.delay(0, seed=0)  # which a trial that fails has left
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_the_loss_of_a_call_is_noticed(pool, site):
+    absent = OF_EXTENSION if native.library() is None else OF_PYTHON
+    if str(site) in absent:
+        pytest.skip("other hooks are in use")
+    numbers = [None] if str(site) in NOTICED_BY else range(len(EVERYTHING))
+    # A rank that did not answer would prove nothing. There are limits for that.
+    assert any(notices(pool, site, number) for number in numbers)
+
+
+def notices(pool: Any, site: removal.Site, number: int | None) -> bool:
+    results = pool.run(run_without, 2, site, number, errors="return")
+    errors = [result for result in results if isinstance(result, RankError)]
+    assert not any(error.is_a("NothingRemoved") for error in errors), errors
+    return any(error.kind not in ("Hang", "Exited") for error in errors)
+
+
+def test_the_tables_list_what_there_is():
+    everything = [str(site) for site in removal.sites()]
+    assert set(NOTICED_BY) <= set(everything)
+    for start in NOT_TRIED:
+        assert any(each.startswith(start) for each in everything), start
+    assert set(NOTICED_BY) >= OF_EXTENSION | OF_PYTHON
