@@ -49,7 +49,7 @@ class Job:
         self.processes = {}
         self.is_over = False
         self.stopped = set()  # pids
-        self.doomed = set()  # pids of those that will raise at some moment
+        self.doomed = set()  # pids of those that end soon: killed, or about to raise
         for number in range(REPLICAS):
             self.start(number)
         self.keeper = threading.Thread(target=self.keep)
@@ -91,6 +91,7 @@ class Job:
     def hurt(self, kind, number):
         pid = self.processes[number].pid
         if kind == "SIGKILL":
+            self.doomed.add(pid)  # it may look alive for some milliseconds more
             os.kill(pid, signal.SIGKILL)
         elif kind == "SIGSTOP":
             os.kill(pid, signal.SIGSTOP)
