@@ -24,13 +24,12 @@ from minidp.errors import (
     explain,
     incomplete_averages,
 )
-from minidp.replica import optimizers, standing, sum_of_bits
+from minidp.replica import find_schedulers, optimizers, standing, sum_of_bits
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 _NOBODY = -1  # whose state is copied
-_SCHEDULERS = "learning rate schedulers"
 _GRAD_SCALERS = "the state of a GradScaler"
 
 
@@ -155,8 +154,11 @@ def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
     # The next forward makes those equal that it broadcasts.
     buffers = {} if ddp.forward_sync_buffers else replication.buffers
     steps = ddp._guard.optimizers()
+    schedulers = find_schedulers(held.values())
     facts = {
-        key: optimizers.facts_of(optimizer, steps.get(optimizer, 0), params)
+        key: optimizers.facts_of(
+            optimizer, steps.get(optimizer, 0), params, schedulers.get(optimizer, ())
+        )
         for key, optimizer in sorted(held.items())
     }
     return standing.Standing(_sums(params), _sums(frozen), _sums(buffers), facts)
@@ -196,12 +198,10 @@ def _copy_optimizers(
     shared = {key: held[key] for key in found.shared}
     copied = {k: o for k, o in shared.items() if optimizers.can_copy(o)}
     lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root)
-    left = [f"the state of {name}" for name in sorted({*lost, *found.unknown})]
-    if found.steps and any(map(optimizers.has_scheduler, shared.values())):
-        left.append(_SCHEDULERS)
+    left = [f"the state of {name}" for name in sorted({*lost, *found.left})]
     if found.steps and optimizers.has_grad_scaler():
         left.append(_GRAD_SCALERS)  # with other scales, ranks would train apart
-    if left and (found.steps or found.parameters):
+    if left and found.texts:
         steps = f" Optimizer steps: {found.steps}." if found.steps else ""
         if reducer.rank:  # short, but with what may be left on this rank alone
             what = f"{how} cannot copy {' and '.join(left)}."
@@ -255,7 +255,7 @@ def _explain_difference(rank: int, found: standing.Differences) -> str:
         expected="the same on all ranks",
         found=f"other {'; '.join(found.texts)}",
         remedy="call reset(copy_from=0) instead, which copies rank 0's parameters, "
-        "buffers and optimizer state to all ranks; or load the same checkpoint of "
-        "model and optimizers on all ranks now. If parameters still differ in the next "
-        "synchronised step, it raises a ReplicaMismatchError",
+        "buffers, optimizer state and learning rate schedulers to all ranks; or load "
+        "the same checkpoint of all these on all ranks now. If parameters still differ "
+        "in the next synchronised step, it raises a ReplicaMismatchError",
     )

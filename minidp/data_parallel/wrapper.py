@@ -464,9 +464,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         Args:
             copy_from: A rank of the process group, the same on all ranks. All ranks get
-                its parameters, its module buffers, and the state and settings of its
-                optimizers of ``torch.optim``. A warning says what cannot be copied.
-                With None nothing is copied, for example because a checkpoint is loaded.
+                its parameters, its module buffers, the state and settings of its
+                optimizers of ``torch.optim``, and their learning rate schedulers. A
+                warning says what cannot be copied. With None nothing is copied, for
+                example because a checkpoint is loaded.
 
         Raises:
             CollectiveError: Ranks, which the error names, do not call this in time.

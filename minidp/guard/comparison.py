@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
     from minidp.comm import Question
 
-# Without a heartbeat, or while others compute, only time tells who does not come.
+# While others compute, or wait for each other in a collective of the user, only time
+# tells who does not come.
 PATIENCE_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
@@ -198,9 +199,6 @@ class Comparison:
                 goes well.
         """
         moment = "backward" if patience is None else "stepped"
-        if patience is None:
-            limit = self._reducer.communicator.limit or math.inf
-            patience = min(PATIENCE_SECONDS, limit / 4)
         return self._compare(moment, self._present(), asks=True, patience=patience)
 
     def _present(self) -> list[torch.Tensor]:
@@ -227,6 +225,8 @@ class Comparison:
     ) -> Verdict:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
         ranks, digest = self._ranks(), _digest(tensors)
+        if patience is None:
+            patience = min(PATIENCE_SECONDS, (communicator.limit or math.inf) / 4)
         if len(ranks) == 1:
             return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
@@ -240,8 +240,6 @@ class Comparison:
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
-        if passed is None and patience is None:
-            patience = PATIENCE_SECONDS
         meeting = _Meeting(store, topic, ranks, passed, patience)
         self._is_asking = True
         try:
@@ -251,6 +249,7 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
+        posts = self._agree_who_came(store, topic, ranks, posts)
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
         absent = ranks - posts.keys()
@@ -274,6 +273,27 @@ class Comparison:
             is_same_part=is_same_part,
             have_all_asked=have_asked,
         )
+
+    def _agree_who_came(
+        self, store: Store, topic: str, ranks: frozenset[int], posts: dict[int, Any]
+    ) -> dict[int, Any]:
+        """Return the posts that count, of all ranks or, if some came too late, fewer.
+
+        A rank that has gone on alone left its post behind. What it holds now may be
+        another matter, and it would not come to a collective. So the first rank that
+        leaves a meeting decides whether all have come.
+        """
+        is_missed = bool(ranks - posts.keys())
+        if not is_missed and len({value for value, *_ in posts.values()}) == 1:
+            return posts  # equal values need no collective, and prove no mistake
+        mine = "some" if is_missed else "all"
+        decided = store.compare_set(f"{topic}/came", "", mine).decode()
+        if decided == mine:
+            return posts
+        if is_missed:
+            return dict(sorted(read_json(store, topic, ranks).items()))
+        rank = self._reducer.communicator.rank
+        return {rank: posts[rank]}
 
     def answer(self) -> None:
         """Post a digest of this replica's parameters if a rank asks for it.
@@ -342,11 +362,11 @@ class _Meeting:
         topic: str,
         ranks: frozenset[int],
         passed: Question | None,
-        patience: float | None,
+        patience: float,
     ) -> None:
         self._store, self._topic, self._ranks = store, topic, ranks
         self._passed = passed  # who does not come; None: no heartbeat tells
-        self._deadline = None if patience is None else world.now() + patience
+        self._deadline = world.now() + patience
         self._posts: dict[int, Any] = {}
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -364,7 +384,7 @@ class _Meeting:
         missing = set(self._ranks - self._posts.keys())
         self._posts |= read_json(self._store, self._topic, missing)
         missing -= self._posts.keys()
-        is_late = self._deadline is not None and world.now() > self._deadline
+        is_late = world.now() > self._deadline
         return is_late or bool(missing & gone) or missing <= stepped
 
     def is_done_within(self, seconds: float) -> bool:

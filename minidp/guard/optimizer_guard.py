@@ -15,7 +15,8 @@ only a difference is an error:
                      ``step`` of its own, which may have averaged them
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
                      and all, if the ranks made different steps before, because these
-                     may have sent each other the results
+                     may have sent each other the results. If the same optimizer is to
+                     step again before any forward, they are compared before that
     in a backward    all parameters, if no step of some optimizer has followed averages
                      on this rank: the others may have made one
 """
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 2.0
 _NUM_EARLY = 8  # comparisons that do not make the next ones rarer
 _SAME_AFTER = "the same parameters on all ranks after the step"
+_SAME_BEFORE = "the same parameters on all ranks before the next step like it"
 
 
 class Guard:
@@ -122,6 +124,9 @@ class Guard:
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
         self._open_step: _OpenStep | None = None
+        self._has_open_step: WeakSet[Optimizer] = (
+            WeakSet()
+        )  # made one since a judgement
         # A step of gradients that differ, which the optimizer itself may average. It
         # may also step another optimizer inside, and average the parameters then.
         self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
@@ -253,8 +258,24 @@ class Guard:
             if outcome is _Outcome.UNANSWERED and self._open_step is not None:
                 # No forward has judged the last one: this rank trains on alone.
                 self._step_trust.note(is_decided=False)
+            if outcome is _Outcome.OPEN and optimizer in self._has_open_step:
+                self._judge_repeated_step(suspicion)
+            self._has_open_step.add(optimizer)
             is_asked_after = outcome is _Outcome.MADE_ELSEWHERE
             self._open_step = _OpenStep(suspicion, is_asked_after)
+
+    def _judge_repeated_step(self, suspicion: Suspicion) -> None:
+        """Compare the parameters before an optimizer steps whose last step is open.
+
+        The ranks step different parts, perhaps to send each other the results. Before
+        the next step of the same part they must have done so, and no forward of this
+        wrapper has come to find that out.
+        """
+        self._has_open_step.clear()
+        verdict = self.comparison.of_parameters("again", range(len(self.index)))
+        if verdict.are_all_here:
+            suspicion = replace(suspicion, expected=_SAME_BEFORE)
+            self._conclude(verdict, suspicion=suspicion)
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
         """Compare the gradients of a coming step on the ranks that suspect it."""
@@ -420,6 +441,7 @@ class Guard:
         """
         assert self._open_step is not None
         opened, self._open_step = self._open_step, None
+        self._has_open_step.clear()
         tells = after_step and opened.tells
         conclude = functools.partial(
             Guard._conclude_step,
@@ -646,6 +668,7 @@ class Guard:
             if isinstance(each, waiting):
                 observers.remove(each)
         self._change, self._open_step, self._own_step = None, None, None
+        self._has_open_step.clear()
         self._was_made_elsewhere = False
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
         self._steps.reset()

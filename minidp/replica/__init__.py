@@ -2,9 +2,10 @@
 
 Read the files in this order. `parameters` finds the parameters of a module that take
 part. `verify` checks that all ranks wrap the same module, and copies rank 0's values to
-all. `drift` compares the replicas every so many steps. `standing` and `optimizers`
-compare them, and copy optimizers, on the ways back to training after an error. `digest`
-has the checksums, `rounding` the differences that are only rounding.
+all. `drift` compares the replicas every so many steps. `standing`, `optimizers` and
+`schedulers` compare them, and copy what is not equal, on the ways back to training
+after an error. `digest` has the checksums, `rounding` the differences that are only
+rounding.
 """
 
 from . import optimizers, parameters, standing, verify
@@ -12,6 +13,7 @@ from .digest import SMALL_BYTES, digest_of, sum_of_bits
 from .drift import Doubts, ReplicaCheck
 from .parameters import DETOUR, Replica, check_data, check_writable, examine
 from .rounding import are_close_on_all_ranks
+from .schedulers import find_schedulers
 
 __all__ = ["DETOUR", "SMALL_BYTES", "Doubts", "Replica", "ReplicaCheck", "check_data"]
 __all__ += [
@@ -19,6 +21,7 @@ __all__ += [
     "check_writable",
     "digest_of",
     "examine",
+    "find_schedulers",
     "optimizers",
 ]
 __all__ += ["parameters", "standing", "sum_of_bits", "verify"]

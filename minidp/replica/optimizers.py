@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from minidp.comm import (
@@ -34,6 +35,7 @@ from minidp.comm import (
 )
 
 from .digest import sum_of_bits
+from .schedulers import by_path, find_schedulers, progress_of, state_of
 
 _OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
 
@@ -47,6 +49,7 @@ class OptimizerFacts(NamedTuple):
     has_state: bool
     settings: str  # of its groups, as text: the learning rate, for example
     state: Mapping[str, str]  # by name of the parameter, as text with checksums
+    schedulers: Mapping[str, list[int]]  # how far they are, see `progress_of`
 
 
 def find_optimizers(params: Iterable[torch.Tensor]) -> list[Optimizer]:
@@ -94,7 +97,10 @@ def by_key(
 
 
 def facts_of(
-    optimizer: Optimizer, steps: int, params: Mapping[str, torch.Tensor]
+    optimizer: Optimizer,
+    steps: int,
+    params: Mapping[str, torch.Tensor],
+    schedulers: Iterable[LRScheduler],
 ) -> OptimizerFacts:
     """Describe an optimizer, as far as it concerns ``params``, which come by name."""
     is_known = can_copy(optimizer)
@@ -107,17 +113,13 @@ def facts_of(
         settings = json.dumps([_text(each) for each in _settings(optimizer)])
     has_state = any(optimizer.state.get(param) for param in params.values())
     name = type(optimizer).__name__
-    return OptimizerFacts(name, steps, is_known, has_state, settings, state)
+    progress = progress_of(schedulers)
+    return OptimizerFacts(name, steps, is_known, has_state, settings, state, progress)
 
 
 def can_copy(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is of ``torch.optim``, whose whole state we know."""
     return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def has_scheduler(optimizer: Optimizer) -> bool:
-    """Return whether a learning rate scheduler was made for an optimizer."""
-    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def has_grad_scaler() -> bool:
@@ -138,8 +140,9 @@ def copy_optimizers(
 ) -> list[str]:
     """Give all ranks the state and settings that optimizers have on rank ``root``.
 
-    All ranks must call this together. It returns the names of optimizers that hold
-    values which cannot be sent.
+    Their learning rate schedulers come with them, as far as `by_path` finds them. All
+    ranks must call this together. It returns the names of optimizers that hold values
+    which cannot be sent.
 
     Args:
         optimizers: Optimizers of ``torch.optim``, under the same keys on all ranks. The
@@ -149,10 +152,16 @@ def copy_optimizers(
         root: The rank whose state all others get.
     """
     tensors: list[torch.Tensor] = []
+    scheduled = find_schedulers(optimizers.values())
+    schedulers = {key: by_path(scheduled.get(o, ())) for key, o in optimizers.items()}
     plan = {
         key: {
             "state": {n: _plain(o.state.get(p), tensors) for n, p in params.items()},
             "settings": [_plain(each, tensors) for each in _settings(o)],
+            "schedulers": {
+                path: _plain(state_of(each), tensors)
+                for path, each in schedulers[key].items()
+            },
         }
         for key, o in sorted(optimizers.items())
     }
@@ -181,6 +190,12 @@ def copy_optimizers(
         ):
             first = mine_of["params"][0]
             mine_of.update(_made(sent, dict(mine_of), first, tensors))
+        for path, sent in whole["schedulers"].items():
+            scheduler = schedulers[key].get(path)
+            old = {} if scheduler is None else state_of(scheduler)
+            new = _made(sent, old, first, tensors)
+            if scheduler is not None:
+                vars(scheduler).update(new)
     broadcast_coalesced(tensors, group, root)
     return sorted(opaque)
 

@@ -17,6 +17,7 @@ import torch
 from minidp.comm import ProcessGroup, exchange_device, gather_bytes, gather_integers
 
 from .optimizers import OptimizerFacts
+from .schedulers import can_copy
 
 _SHOWN = 3  # names of one kind that a text shows
 
@@ -57,9 +58,8 @@ class Differences(NamedTuple):
     names: list[str]  # of parameters that differ, frozen ones last
     parameters: list[str]
     steps: str  # how many optimizer steps each rank made, if not equally many
-    settings: bool  # of optimizers: learning rate ...
     shared: list[str]  # keys of optimizers that all ranks have
-    unknown: list[str]  # names of classes among them whose state cannot be copied
+    left: list[str]  # names of optimizers and schedulers that cannot be copied
 
 
 def find_differences(standings: Sequence[Standing]) -> Differences:
@@ -73,25 +73,13 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
             texts.append(f"{kind} {_some([*found])} on {_odd_ranks(found)}")
     every = [s.optimizers for s in standings]
     shared = [k for k in every[0] if all(k in each for each in every)]
-    missed, settings, unknown = [], False, []
-    for key in shared:
-        facts = [each[key] for each in every]
-        name, steps = facts[0].name, [each.steps for each in facts]
-        if len(set(steps)) > 1:
-            counts = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(steps))
-            missed.append(f"{name}: {counts}")
-        if not facts[0].is_known and any(each.has_state for each in facts):
-            unknown.append(name)
-        if own := _differing([{"": each.settings} for each in facts]):
-            settings = True
-            texts.append(f"settings of {name} (learning rate ...) on {_odd_ranks(own)}")
-        if state := _differing([each.state for each in facts]):
-            texts.append(
-                f"state of {name} for {_some([*state])} on {_odd_ranks(state)}"
-            )
+    of_optimizers = [
+        _compare_optimizer([each[key] for each in every]) for key in shared
+    ]
+    texts += [text for each in of_optimizers for text in each.texts]
+    missed = "; ".join(each.steps for each in of_optimizers if each.steps)
     if missed:
-        text = f"numbers of optimizer steps since ranks agreed ({'; '.join(missed)})"
-        texts.append(text)
+        texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.
     if texts and buffers:
@@ -100,11 +88,46 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
         texts,
         [*parameters, *frozen],
         [*parameters],
-        "; ".join(missed),
-        settings,
+        missed,
         shared,
-        sorted(set(unknown)),
+        sorted({name for each in of_optimizers for name in each.left}),
     )
+
+
+class _OfOptimizer(NamedTuple):
+    """What differs between ranks in one optimizer, which all of them have."""
+
+    texts: list[str]
+    steps: str  # how many it made on each rank, if not equally many
+    left: list[str]  # names of classes, its own or schedulers', which cannot be copied
+
+
+def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
+    name, is_known = facts[0].name, facts[0].is_known
+    texts, missed, left = [], "", []
+    steps = [each.steps for each in facts]
+    if len(set(steps)) > 1:
+        missed = f"{name}: {_on_ranks(steps)}"
+    if not is_known and any(each.has_state for each in facts):
+        left.append(name)
+    if own := _differing([{"": each.settings} for each in facts]):
+        texts.append(f"settings of {name} (learning rate ...) on {_odd_ranks(own)}")
+    if state := _differing([each.state for each in facts]):
+        texts.append(f"state of {name} for {_some([*state])} on {_odd_ranks(state)}")
+    for path, row in _differing([each.schedulers for each in facts]).items():
+        progress, scheduler = [each or [] for each in row], path.rpartition(".")[2]
+        if not (is_known and can_copy(path, progress)):
+            left.append(scheduler)
+        # Other numbers of them prove nothing: Python may not have freed an old one yet.
+        if len({len(each) for each in progress}) == 1:
+            epochs = [" and ".join(map(str, each)) for each in progress]
+            texts.append(f"last_epoch of {scheduler} ({_on_ranks(epochs)})")
+    return _OfOptimizer(texts, missed, left)
+
+
+def _on_ranks(values: Sequence[object]) -> str:
+    """Return "2 on rank 0, 1 on rank 1"."""
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _differing(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -114,7 +137,7 @@ def _differing(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """
     names = dict.fromkeys(name for each in of_ranks for name in each)
     rows = {name: [each.get(name) for each in of_ranks] for name in names}
-    return {name: row for name, row in rows.items() if len({*row}) > 1}
+    return {n: row for n, row in rows.items() if any(v != row[0] for v in row)}
 
 
 def _odd_ranks(found: Mapping[str, Sequence[Any]]) -> str:

@@ -262,6 +262,38 @@ def test_ranks_that_step_parts_are_judged_in_the_next_forward(ctx, broadcasts):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("parts", ["alike", "one more on rank 1"])
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_parts_that_are_never_sent_are_found_without_a_forward(ctx, broadcasts, parts):
+    """Each rank steps its parts in several optimizers, and no forward ever judges."""
+    ddp = wrapped(ctx, torch.nn.Sequential(Two(), Two()), hang_timeout=8.0)
+    params = [*ddp.parameters()]
+    own = params[ctx.rank :: 2]
+    if ctx.rank and parts != "alike":
+        own.append(params[0])
+    optimizers = [torch.optim.SGD([param], lr=0.01) for param in own]
+
+    def train():
+        for _ in range(6):
+            ddp.zero_grad()
+            ddp.module(X + ctx.rank).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for i, param in enumerate(params) if broadcasts else ():
+                dist.broadcast(param.data, group_src=i % 2, group=ctx.group)
+
+    found = message_of(train)
+    if broadcasts:
+        assert found == ""
+        return values(ddp)
+    if parts == "alike":
+        assert "on all ranks before the next step like it" in found
+    assert "Found: other " in found
+    assert "Parameters: " in found
+    return []
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_one_rank_steps_for_all(ctx, broadcasts):
     """A parameter server; if it forgets to send, the next averaged backward tells."""

@@ -211,6 +211,8 @@ row(name, RIGHT, times(3, f"{HALVES}, step a part, note"), FEW, **LEGAL, **WHOLE
 name = "each rank steps a part of the model, and sends nothing"
 text = f"{HALVES}, step a part(keep)"
 row(name, SILENT, text, FEW, **AB)
+text = f"{times(3, f'{METHOD}, step a part(keep)')}, note"
+row(f"{name}, nor calls the wrapper", SILENT, text, FEW, **WHOLE, **AB)
 name = "one rank steps for all, and sends the parameters"
 row(name, RIGHT, times(5, f"{BACKWARD}, serve, note"), FEW, **LEGAL, **WHOLE)
 for how in ("object", "copy"):
@@ -558,6 +560,10 @@ MISSED = f"{BACKWARD}, step @0"
 row("a rank misses a step, then reset()", SILENT, f"{MISSED}, plain reset", **AB)
 MENDED = "copying reset, note @1"
 row("... reset(copy_from=0)", SILENT, f"{MISSED}, {MENDED}", **LEGAL)
+MISSED = "schedule, train, schedule @0"
+name = "a rank misses a scheduler's step, then reset(copy_from=0)"
+text = f"{MISSED}, copying reset, train, schedule"
+row(name, SILENT, text, FEW, **LEGAL)
 
 
 def seeded(rank):

@@ -539,6 +539,15 @@ def wrap_again(stage):
     stage.model = stage.wrap(stage.model.module)
 
 
+@action("schedule")
+def schedule(stage):
+    """Step a scheduler, made at first, which halves the rate at every second step."""
+    optimizer = stage.optimizers["step"]
+    if not hasattr(stage, "scheduler") or stage.scheduler.optimizer is not optimizer:
+        stage.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    stage.scheduler.step()
+
+
 @action("optimizer of a copy")
 def optimizer_of_a_copy(stage):
     copied = copy.deepcopy(stage.model.module)
