@@ -52,7 +52,7 @@ from .averaging import Averaging
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
-from .expected import EveryParameter, expectation_for
+from .expected import EveryParameter, mode_for
 from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals
@@ -85,12 +85,12 @@ __all__ += [
     "current_task",
     "decode_layout",
     "encode_layout",
-    "expectation_for",
     "find_tensors",
     "is_captured",
     "is_known",
     "is_rpc_up",
     "layout_after",
+    "mode_for",
     "probe_outputs",
 ]
 __all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "weighted"]

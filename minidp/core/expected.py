@@ -338,7 +338,7 @@ class StaticGraph(Mode):
         )
 
 
-def expectation_for(num_params: int, config: ReducerConfig) -> Mode:
+def mode_for(num_params: int, config: ReducerConfig) -> Mode:
     """Return a new mode for these options.
 
     With both ``static_graph`` and ``find_unused_parameters`` it is that of the former.

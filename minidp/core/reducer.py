@@ -46,7 +46,7 @@ from . import autograd
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived
-from .expected import Arrival, Decision, expectation_for
+from .expected import Arrival, Decision, mode_for
 from .grad_hooks import GradHooks, PendingGrads
 from .ledger import Ledger, LocalBackwards
 from .phase import Phase, PhaseMachine
@@ -115,7 +115,7 @@ class Reducer:
         self._wrong_versions: list[int] = []
         self.queue = BucketQueue(self.params, specs, config, communicator)
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
-        self.expected = expectation_for(len(params), config)
+        self.expected = mode_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
         self.pending = PendingGrads(self.params, weakref.proxy(self))
         self.pending.adopt(self.queue.buckets)

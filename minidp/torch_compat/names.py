@@ -24,7 +24,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from minidp import comm_hooks
 from minidp.comm import broadcast_coalesced
 from minidp.console import warn
-from minidp.core import EveryParameter, Observer, Reducer, expectation_for
+from minidp.core import EveryParameter, Observer, Reducer, mode_for
 from minidp.guard import Guard, refuse_forward
 from minidp.replica import parameters
 
@@ -209,7 +209,7 @@ class TorchNames:
         self._given.static_graph = vars(self)["static_graph"] = True
         reducer = self._reducer
         config = replace(reducer.queue.config, static_graph=True)
-        reducer.expected = expectation_for(len(reducer.params), config)
+        reducer.expected = mode_for(len(reducer.params), config)
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
