@@ -1,15 +1,17 @@
-"""What does data parallelism add to a step? Compare minidp with torch's DDP, on CPU.
+"""What does data parallelism add to a step? Compare minidp with torch's DDP.
 
     python benchmarks/overhead.py                       # everything: 12 minutes
     MINIDP_NATIVE=0 python benchmarks/overhead.py       # without the extension
     python benchmarks/overhead.py --cells small,tiny --seconds 10
+    python benchmarks/overhead.py --device cuda         # on as many GPUs as ranks
     python benchmarks/overhead.py --smoke               # does it run? no numbers
 
 One step is model(*data).backward(). The bare model, torch's DDP in five modes and
 minidp in four take it in turn, in the same processes, on replicas that share their
 weights.
 
-Cells, each on one and on two ranks of this machine with one thread each:
+Cells, each on one and on two ranks of this machine with one thread each (on GPUs those
+without "reduce" and "link", and a step ends when its kernels have):
   small        1000 parameters of 64 elements: bookkeeping per parameter, nothing else
   tiny         MLP, 2 layers of 16 KiB: what each step costs, however small the model
   layers       MLP, 6 layers of 64 KiB
@@ -90,7 +92,14 @@ from support.report import (
     native_word,
     table,
 )
-from support.rounds import STEP_COLUMNS, Contest, Implementation, Measured, Plan
+from support.rounds import (
+    STEP_COLUMNS,
+    Contest,
+    Implementation,
+    Measured,
+    Plan,
+    Where,
+)
 from torch import nn
 
 UNUSED = "torch find unused"
@@ -146,10 +155,11 @@ class Reduction(nn.Module):
 
 @dataclass(frozen=True)
 class Cell:
-    """One model at one world size."""
+    """One model at one world size, on "cpu" or on "cuda"."""
 
     net: str
     world_size: int
+    device: str = "cpu"
 
     @property
     def link(self) -> Link | None:
@@ -159,7 +169,8 @@ class Cell:
     @property
     def place(self) -> str:
         """Ranks and link, for titles."""
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        what = "rank" if self.device == "cpu" else "GPU"
+        ranks = f"{self.world_size} {what}{'s' * (self.world_size > 1)}"
         return ranks + (f" on a {self.link} link" if self.link else "")
 
     @property
@@ -216,13 +227,15 @@ def measure(cells: Sequence[Cell], plan: Plan, *, smoke: bool) -> list[Measured]
     """Measure cells of one world size and link, on every rank."""
     found = []
     for cell in cells:
-        net = make(NETS[cell.net], smoke=smoke)
+        net = make(NETS[cell.net], smoke=smoke).to(cell.device)
         title = f"{net.title}; {cell.place}"
         if cell.link is not None:
             title += f"; measured rate {measured_rate().gbit:.2f} Gbit/s"
         if cell.net == "gpt2":  # a round takes seconds
             plan = dataclasses.replace(plan, warm_up=3, fewest=min(plan.fewest, 10))
-        found.append(Contest(title, cell.implementations(), net, plan).run())
+        where = Where(device=cell.device)
+        contest = Contest(title, cell.implementations(), net, plan, where=where)
+        found.append(contest.run())
     return found
 
 
@@ -268,6 +281,8 @@ def rows(cell: Cell, measured: Measured) -> Iterator[list[str]]:
 def verdicts(cell: Cell, measured: Measured) -> Iterator[Verdict]:
     """Yield the targets of a cell."""
     net, title, kind = cell.net, measured.title, native_word()
+    if cell.device != "cpu":  # the limits are those of the CPU
+        return
     if net in REDUCE_LIMITS:
         if kind == "native":
             found = extra_ratio(measured, SHARED, MESSAGES)
@@ -299,7 +314,7 @@ def fastest(measured: Measured, who: str) -> str:
 
 
 def chart(path: Path, results: Mapping[Cell, Measured], note: str) -> None:
-    """Draw what the default modes add to a step, in ms."""
+    """Draw what the default modes add to a step, in ms; ``note`` says where."""
     panels: dict[str, dict[str, list[Bar]]] = {}
     for cell, measured in results.items():
         if cell.link is None and cell.base == TORCH:
@@ -313,7 +328,7 @@ def chart(path: Path, results: Mapping[Cell, Measured], note: str) -> None:
     words = Words(
         "What data parallelism adds to a step (forward and backward)",
         "ms added to each step: median and 95% interval",
-        f"Default mode. Gloo on loopback, 1 thread per rank. {note}",
+        f"Default mode. {note}",
     )
     if panels:
         legend = {"torch": THEIRS, "minidp": OURS}
@@ -337,14 +352,30 @@ def parse() -> argparse.Namespace:
         nargs="+",
         type=int,
         metavar="N",
-        help="numbers of ranks (default: 1 2); link and reduce always have 2",
+        help="numbers of ranks (default: 1 2, or as many as there are GPUs); link and "
+        "reduce always have 2",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)"
     )
     args = parser.parse_args()
     cells = [cell for given in args.cells or [] for cell in given.split(",")]
     if unknown := set(cells) - set(NETS):
         parser.error(f"--cells: expected some of {', '.join(NETS)}, but got {unknown}")
-    args.cells = cells or (SMOKE_CELLS if args.smoke else list(NETS))
-    args.world_sizes = args.world_sizes or ([2] if args.smoke else [1, 2])
+    only_cpu = {"link", *REDUCE_LIMITS}
+    if args.device != "cpu" and (refused := only_cpu & set(cells)):
+        parser.error(f"--cells: {', '.join(sorted(refused))} need --device cpu")
+    every = SMOKE_CELLS if args.smoke else list(NETS)
+    if args.device != "cpu":
+        every = [net for net in every if net not in only_cpu]
+    args.cells = cells or every
+    sizes = [2] if args.smoke else [1, 2]
+    if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+        if not gpus or max(args.world_sizes or [1]) > gpus:
+            parser.error(f"--device cuda: each rank needs a GPU, but there are {gpus}")
+        sizes = [size for size in sizes if size <= gpus] or [1]
+    args.world_sizes = args.world_sizes or sizes
     return args
 
 
@@ -354,7 +385,7 @@ def cells_of(args: argparse.Namespace, report: Report) -> Iterator[Cell]:
         if net in REDUCE_LIMITS:
             yield Cell(net, 2)
         elif net != "link":
-            yield from (Cell(net, size) for size in args.world_sizes)
+            yield from (Cell(net, size, args.device) for size in args.world_sizes)
         elif reason := why_not():
             report.show(f"The cell on a slow link is skipped: {reason}.")
         else:
@@ -368,7 +399,8 @@ def main() -> int:
     report = Report(
         args,
         "What data parallelism adds to a training step",
-        backend=CPU_BACKEND,
+        backend=CPU_BACKEND if args.device == "cpu" else "NCCL, float32",
+        device="cpu" if args.device == "cpu" else torch.cuda.get_device_name(),
         timed=TIMED,
         memory=" ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items()),
     )
@@ -381,7 +413,14 @@ def main() -> int:
         groups += [[cell] for cell in cells if cell.link]
     task = functools.partial(measure, smoke=args.smoke)
     for group in filter(None, groups):
-        found = run_ranks(task, group[0].world_size, group, plan, link=group[0].link)
+        found = run_ranks(
+            task,
+            group[0].world_size,
+            group,
+            plan,
+            link=group[0].link,
+            is_cuda=args.device == "cuda",
+        )
         for cell, measured in zip(group, found, strict=True):
             results[cell] = measured
             base = "torch" if cell.base == TORCH else "base"
@@ -398,10 +437,14 @@ def main() -> int:
             report.show(table(measured.title, facts, columns, rows(cell, measured)))
             report.count_wrong(measured.wrong.values())
             report.judge(verdicts(cell, measured))
-    note = f"torch {torch.__version__}; minidp {native_word()}; {report.header['date']}"
+    where = "Gloo on loopback, 1 thread per rank"
+    if args.device == "cuda":
+        where = f"NCCL, {report.header['device']}"
+    note = f"{where}. torch {torch.__version__}; minidp {native_word()}; "
+    note += report.header["date"]
     content = {"cells": [each.as_json() for each in results.values()]}
     return report.finish(
-        f"overhead_cpu_{native_word()}",
+        f"overhead_{args.device}_{native_word()}",
         content,
         lambda path: chart(path, results, note),
     )
