@@ -105,9 +105,11 @@ def expected_files():
     """Of the package, in sdist and wheel."""
     modules = (ROOT / "minidp").rglob("*.py")
     sources = binary.source_files(ROOT / "minidp" / "csrc")
+    page = ("page.html", "page.js", "forecast.js")
     return {
         *(path.relative_to(ROOT).as_posix() for path in modules),
         *(path.relative_to(ROOT).as_posix() for path in sources),
+        *(f"minidp/overlap/{name}" for name in page),
         "minidp/csrc/README.md",
         "minidp/py.typed",
         "minidp/LICENSE",
