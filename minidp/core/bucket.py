@@ -101,7 +101,8 @@ class Bucket(ABC):
         self.position = {i: k for k, i in enumerate(plan.indices)}
         self.views: list[Tensor] = []  # one per slot; none if sparse
         self.native: Any | None = None  # the extension's copies, where it has them
-        self.copied_by_hook: list[int] = []  # slots that native hooks fill
+        # Slots that hooks in C++ fill, or the reducer for them if `native` is None.
+        self.copied_by_hook: list[int] = []
         self.state = BucketState.FILLING
         has_streams = accelerator.has_streams(plan.device)
         self.streams = accelerator.BucketStreams(plan.device) if has_streams else None

@@ -62,9 +62,7 @@ class DenseBucket(Bucket):
         self._made: accelerator.After | None = None
         if not self._is_lazy:
             self._allocate()
-            # On a device one kernel copies all gradients when the bucket is full.
-            if self.native is not None and self._values.is_cpu:
-                self.copied_by_hook = [*range(len(self.params))]
+            self.copied_by_hook = self._to_copy_at_once()
         self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
         self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
         self._arrived: Sequence[Entry] = ()
@@ -92,6 +90,18 @@ class DenseBucket(Bucket):
         if (extension := kernels.extension_for([values])) is not None:
             mine, views, as_view = list(self.params), self.views, self._as_view
             self.native = extension.Slots(mine, views, values, as_view=as_view)
+
+    def _to_copy_at_once(self) -> list[int]:
+        """Return the slots that hooks in C++ fill, or let the reducer fill, at once.
+
+        On a device one kernel copies all gradients when the bucket is full. But where
+        ``.grad`` becomes a view, a gradient's own memory is free after its copy, and
+        the large ones of a whole backward would be as much as the buckets.
+        """
+        if self._values.is_cpu:
+            return [] if self.native is None else [*range(len(self.params))]
+        is_large = map(is_copied_at_once, self.params)
+        return [k for k, large in enumerate(is_large) if large and self._as_view]
 
     def _allocate_for(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
         """Make the buffer during a backward, and return the present entries.

@@ -237,17 +237,23 @@ class PendingGrads:
         self.bucket_of = self.table.bucket_of
         self.num_left = self.table.num_left
         self.filled: set[int] = set()  # indices that were filled in as missing
+        # Indices that hooks in C++ leave to the reducer, which copies them at once.
+        self.left_to_reducer: list[int] = []
         self.written_on: list[set[Any]] = []  # per bucket, streams of a device
         self._paused: list[Entry] = []  # the entries of a paused backward
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Use other buckets, also in the hooks, and let go of the memory of the old."""
         self.table.adopt([bucket.plan.indices for bucket in buckets])
+        self.left_to_reducer.clear()
         if self.native is not None:
             for bucket in buckets:
                 for k in bucket.copied_by_hook:
                     i = bucket.plan.indices[k]
-                    self.native.copy_at_once(i, bucket.native, k)
+                    if bucket.native is None:
+                        self.left_to_reducer.append(i)
+                    else:
+                        self.native.copy_at_once(i, bucket.native, k)
         on_cpu: set[Any] = set()  # nobody adds to it
         self.written_on[:] = [
             on_cpu if bucket.streams is None else bucket.streams.written_on

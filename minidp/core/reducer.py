@@ -278,7 +278,8 @@ class Reducer:
             queue.observers.sees_gradients or queue.store.is_elsewhere or is_exact
         )
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
+        at_once = (*self.hooks.hooked_by_others(), *self.pending.left_to_reducer)
+        marks = dict.fromkeys(at_once, GradState.VIA_REDUCER)
         if expected.counts_arrivals:
             marks |= expected.first_marks()
         # Not in two steps: hooks on other threads read entries without the lock.

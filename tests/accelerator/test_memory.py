@@ -17,7 +17,7 @@ from tests.support.ranks import on_ranks
 MORE = 1.02  # times as much as torch's
 
 
-def peaks(ctx, wrapper, options):
+def peaks(ctx, wrapper, options, set_to_none=False):
     """Return the peak of the construction, then those of the first steps."""
     gc.collect()
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def peaks(ctx, wrapper, options):
     before = torch.accelerator.memory_allocated()
     for _ in range(4):
         with sim.costs() as costs:
-            model.zero_grad(set_to_none=False)
+            model.zero_grad(set_to_none=set_to_none)
             model(batch).square().mean().backward()
         now = torch.accelerator.memory_allocated()
         found.append(costs.peak + (now - before))
@@ -54,4 +54,14 @@ def peaks(ctx, wrapper, options):
 def test_peaks_are_those_of_torch(ctx, options):
     theirs = peaks(ctx, DistributedDataParallel, options)
     ours = peaks(ctx, DataParallel, options)
+    assert all(a <= MORE * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_that_are_made_anew_in_each_step(ctx, views):
+    """Where they become views, the memory in which they were computed is not kept."""
+    options = {"gradient_as_bucket_view": views}
+    theirs = peaks(ctx, DistributedDataParallel, options, set_to_none=True)
+    ours = peaks(ctx, DataParallel, options, set_to_none=True)
     assert all(a <= MORE * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
