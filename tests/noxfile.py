@@ -30,6 +30,10 @@ os.environ["PATH"] = os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH
 NOT_SLOW = "not slow and not gpu"
 SOON_OVER = f"{NOT_SLOW} and not fresh"
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
+STREAMS_OF_HOOKS = (
+    "tests/accelerator/test_removal.py"
+    "::test_the_loss_of_a_call_for_the_extension_is_noticed"
+)
 # Two per core, because many tests wait for other processes.
 CORES = len(os.sched_getaffinity(0))
 WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(2 * CORES, 8)))
@@ -79,6 +83,9 @@ NATIVE = (
     *tests("groups", "subgroups"),
     *tests("recording", "recording"),
     *tests("wrong_uses", "wrong_words"),
+    # On a device: who writes a bucket on which stream, and what keeps its memory.
+    *tests("accelerator", "features", "audit_order", "waits", "lifetimes", "memory"),
+    STREAMS_OF_HOOKS,
 )
 
 # The reference in Python: all tests but those in folders that have stages of their own.
@@ -223,6 +230,7 @@ def conformance(session: nox.Session) -> None:
 def native(session: nox.Session) -> None:
     """The extension: its own tests, and those that hooks and copies can fail."""
     build(session)
+    session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
     pytest(session, *words, marked="not (fault or laws or gpu)", native=True)
 

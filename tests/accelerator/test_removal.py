@@ -265,6 +265,7 @@ def is_tried(site: removal.Site) -> bool:
 
 
 SITES = list(filter(is_tried, removal.sites()))
+ONLY_OF_EXTENSION = [site for site in SITES if str(site) in OF_EXTENSION]
 
 
 def run_without(ctx: Any, site: removal.Site, number: int | None) -> None:
@@ -277,14 +278,23 @@ def run_without(ctx: Any, site: removal.Site, number: int | None) -> None:
         sim.delay(0, seed=0)  # which a trial that fails has left
 
 
-@pytest.mark.parametrize("site", SITES, ids=str)
+@pytest.mark.parametrize(
+    "site", [site for site in SITES if site not in ONLY_OF_EXTENSION], ids=str
+)
 def test_the_loss_of_a_call_is_noticed(pool, site):
-    absent = OF_EXTENSION if native.library() is None else OF_PYTHON
-    if str(site) in absent:
-        pytest.skip("other hooks are in use")
+    if str(site) in OF_PYTHON and native.library() is not None:
+        pytest.skip("hooks in C++ are in use")
     numbers = [None] if str(site) in NOTICED_BY else range(len(EVERYTHING))
     # A rank that did not answer would prove nothing. There are limits for that.
     assert any(notices(pool, site, number) for number in numbers)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("site", ONLY_OF_EXTENSION, ids=str)
+def test_the_loss_of_a_call_for_the_extension_is_noticed(pool, site):
+    if native.library() is None:
+        pytest.skip("hooks in Python are in use")
+    assert notices(pool, site, None)
 
 
 def notices(pool: Any, site: removal.Site, number: int | None) -> bool:
