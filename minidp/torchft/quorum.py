@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from minidp.accelerator import After, current_stream, has_streams
 from minidp.comm import waiting
 from minidp.core import Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
@@ -111,13 +112,22 @@ class Sum:
         """Write the tensor, and start its sum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
+        device = self.tensor.device
+        self._stream = current_stream(device) if has_streams(device) else None
 
     def end(self) -> None:
         """Wait for this all-reduce, whose error the manager keeps."""
+        if self._stream is not None:
+            # The manager refuses to wait on another stream than that of the launch.
+            with self._stream, waiting():
+                self.work.wait()
+                ended = After(self.tensor.device)
+            ended.hold_back()
+            return
         # The manager's own `wait` makes futures and hands each to a thread with timers.
         # For a sum on the CPU, which has ended here, they have nothing to do.
         inner = getattr(self.work, "_work", None)
-        if inner is None or not self.tensor.is_cpu:
+        if inner is None:
             with waiting():
                 self.work.wait()
             return

@@ -104,8 +104,9 @@ def make_manager(replica, lighthouse, load, save, **options):
     from torchft import Manager, ProcessGroupGloo
 
     store = options.pop("store", None) or make_store()
+    patience = options.pop("patience", SECONDS)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=options.pop("patience", SECONDS)),
+        pg=options.pop("group", ProcessGroupGloo)(timeout=patience),
         load_state_dict=load,
         state_dict=save,
         replica_id=str(replica),
