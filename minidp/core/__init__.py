@@ -6,28 +6,29 @@ reads `reducer` first, and the others from the end. Before them come the forward
 `minidp.data_parallel`, which arms the reducer, and `minidp.layout`, which assigns
 parameters to buckets::
 
-    autograd        questions to the engine; keep our code out of compiled graphs
-    observer        what features see of a reduction; most live in other rooms
-    exchange        a small sum over the ranks, beside those of the buckets
-    item_numbers    numbers of items, as users give them
-    item_mistakes   which of them give no mean, and what to do
-    item_counts     averages over items, not over ranks: an observer that lives here
-    grad_store      gradients that a backward keeps elsewhere than in ``.grad``
-    entries       * what is recorded of each gradient
-    kernels       * the arithmetic of copies; which memory is the bucket's
-    averaging     * by what to divide; the comm hook; item counts; shared memory
-    bucket        * the steps of a bucket: flatten, launch, wait, copy out
-    dense_bucket  * copy gradients into one flat buffer and back; gradients as views
-    sparse_bucket   a bucket of one sparse gradient
-    used_map        which parameters some rank used (find_unused_parameters)
-    nonfinite       NaN and infinity in a bucket (check_finite_grads)
-    bucket_queue  * launch full buckets in index order, finish them
-    grad_hooks    * receive each gradient from autograd; which ones have arrived
-    phase         * phases of a reducer
-    ledger          count forwards and backwards; when local backwards begin and end
-    expected      * which gradients a backward must bring: one class per mode
-    rebuild         the layout that follows rank 0's ready order
-    reducer       * arm, open, launch full buckets, finish
+    autograd         questions to the engine; keep our code out of compiled graphs
+    ledger           count forwards, backwards and steps
+    observer         what features see of a reduction; most live in other rooms
+    exchange         a small sum over the ranks, beside those of the buckets
+    item_numbers     numbers of items, as users give them
+    item_mistakes    which of them give no mean, and what to do
+    item_counts      averages over items, not over ranks: an observer that lives here
+    grad_store       gradients that a backward keeps elsewhere than in ``.grad``
+    entries        * what is recorded of each gradient
+    kernels        * the arithmetic of copies; which memory is the bucket's
+    averaging      * by what to divide; the comm hook; item counts; shared memory
+    bucket         * the steps of a bucket: flatten, launch, wait, copy out
+    dense_bucket   * copy gradients into one flat buffer and back; gradients as views
+    sparse_bucket    a bucket of one sparse gradient
+    used_map         which parameters some rank used (find_unused_parameters)
+    nonfinite        NaN and infinity in a bucket (check_finite_grads)
+    bucket_queue   * launch full buckets in index order, finish them
+    grad_hooks     * receive each gradient from autograd; which ones have arrived
+    phase          * phases of a reducer
+    local_backwards  when a backward that reduces nothing begins and ends
+    expected       * which gradients a backward must bring: one class per mode
+    rebuild          the layout that follows rank 0's ready order
+    reducer        * arm, open, launch full buckets, finish
 
 From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
 `minidp.guard` checks each optimizer step.

@@ -31,6 +31,7 @@ from .entries import Entry
 from .exchange import Exchange
 from .grad_store import GradStore
 from .item_counts import ItemCounts
+from .ledger import Ledger
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .observer import Observer, Observers
 from .sparse_bucket import SparseBucket
@@ -49,8 +50,10 @@ class BucketQueue:
         specs: Sequence[ParamSpec],
         config: ReducerConfig,
         communicator: comm.Communicator,
+        ledger: Ledger,
     ) -> None:
         self.communicator = communicator
+        self.ledger = ledger
         self.averaging = Averaging(
             communicator, specs[0].device, batched=config.batched_grad_copy
         )
@@ -139,7 +142,7 @@ class BucketQueue:
         self._tell_launching()
         if self.checks_finite:
             with bucket.on_stream():  # after the kernels that filled it
-                _check_finite(bucket, BEFORE)
+                self._check_finite(bucket, BEFORE)
         rest = range(bucket.plan.number + 1, len(self.buckets))
         has_hook = self.averaging.active_comm_hook is not None
         is_last = has_hook and all(later in self.skipped for later in rest)
@@ -158,8 +161,7 @@ class BucketQueue:
 
         Skipped buckets and ``untouched`` parameters keep their ``.grad``. Observers
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
-        (`finished`). Then it waits for the futures that a comm hook owes, and counts
-        the backward (`Observers.backward`).
+        (`finished`). Then it waits for the futures that a comm hook owes.
         """
         self.untouched = untouched
         observers = self.observers.everybody
@@ -178,7 +180,6 @@ class BucketQueue:
         for future in owed:
             with self.communicator.watching("waiting for what a hook owes"):
                 comm.wait_for(comm.FutureWork(future))
-        self.observers.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
         """Wait for a bucket, and write its averages to ``.grad``."""
@@ -189,8 +190,13 @@ class BucketQueue:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
-            _check_finite(bucket, AFTER)
+            self._check_finite(bucket, AFTER)
         bucket.copy_out(kept)
+
+    def _check_finite(self, bucket: Bucket, when: str) -> None:
+        parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
+        rank, step = self.communicator.rank, self.ledger.finalized
+        refuse_nonfinite(bucket.payload, parts, rank, step, when)
 
     # -- other buckets, another group --------------------------------------------------
 
@@ -263,9 +269,3 @@ class BucketQueue:
             each.drop()
         for observer in self.observers.everybody:
             observer.abandon()
-
-
-def _check_finite(bucket: Bucket, when: str) -> None:
-    parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
-    rank, step = bucket.communicator.rank, bucket.observers.backward
-    refuse_nonfinite(bucket.payload, parts, rank, step, when)

@@ -1,26 +1,21 @@
-"""Count forwards and backwards, and say when local backwards begin and end.
+"""Count forwards, backwards and optimizer steps, the same way on all ranks.
 
-A *local* backward (under ``no_sync``, or with nothing armed) leaves the reducer's phase
-alone. What it has added to ``.grad`` travels with the next reduction. Whether that is
-a mistake is a question for the guard (`minidp.guard`), which keeps its own notes.
+`Ledger.finalized` is the number of the synchronised backward in every text and record
+of minidp: errors, hang reports, recordings. Ranks are compared by it, so there is no
+second counter, and `reset()` sets it to the same number on all ranks.
 """
 
 from __future__ import annotations
 
-from minidp.trace import StepEvent
-
-from . import autograd
-from .observer import Observers
-from .phase import PhaseMachine
-
 
 class Ledger:
-    """The counts of forwards, backwards and steps, and which gradients are local."""
+    """The counts of one reducer, and the parameters that local backwards have used."""
 
     def __init__(self) -> None:
         self.sync_enabled = True  # False inside no_sync()
         self.forwards = 0  # in grad mode, since the last synchronised backward
-        # Synchronising forwards, synchronised backwards; set anew by reset and join.
+        # Synchronising forwards, and synchronised backwards that are over, which is
+        # also the number of the present one, from 0. reset() sets both anew.
         self.armed = self.finalized = 0
         # Optimizer steps since the last synchronised backward. The guard counts them;
         # other ranks are told of both numbers together.
@@ -50,41 +45,3 @@ class Ledger:
     def agree_on(self, finalized: int) -> None:
         """Set the counts of synchronised forwards and backwards to a common number."""
         self.armed = self.finalized = finalized
-
-
-class LocalBackwards:
-    """Tell observers when local backwards begin and end."""
-
-    def __init__(self, observers: Observers, phase: PhaseMachine) -> None:
-        self._observers = observers
-        self._phase = phase
-        self._task = autograd.NO_TASK  # the graph task whose end is awaited
-
-    def forward_ended(self, output: object, *, will_reduce: bool) -> None:
-        """Tell observers that a forward has ended.
-
-        If its backward will be local, its output is hooked, to see that begin.
-        """
-        if will_reduce:
-            self._observers.enter(StepEvent.FORWARD_END)
-        elif self._observers.is_timed:
-            self._observers.enter(StepEvent.LOCAL_FORWARD_END)
-            autograd.probe_outputs(output, self.begin)
-
-    @autograd.untraced
-    def begin(self, _grads: object = None) -> None:
-        """Tell observers that a local backward begins, once, and later that it ends.
-
-        It is called where a backward reaches the outputs of a local forward, and in its
-        grad hooks. In a synchronised backward, or if nobody `sees_times`, it does
-        nothing.
-        """
-        is_new = self._observers.is_timed and autograd.current_task() != self._task
-        if is_new and self._phase.is_idle:
-            self._task = autograd.current_task()
-            self._observers.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
-            autograd.queue_final_callback(self._end)
-
-    @autograd.untraced
-    def _end(self) -> None:
-        self._observers.enter(StepEvent.LOCAL_BACKWARD_END)

@@ -40,6 +40,8 @@ from torch import nn
 
 from minidp.trace import Moment, Recorder, StepEvent
 
+from .ledger import Ledger
+
 
 class Observer:
     """The base class of observers, in which every method does nothing.
@@ -129,7 +131,6 @@ class Observers:
     """The observers of one reducer, in order, and who of them is told what."""
 
     def __init__(self) -> None:
-        self.backward = 0  # number of the synchronised backward
         self._set(())
 
     def _set(self, everybody: tuple[Observer, ...]) -> None:
@@ -169,10 +170,10 @@ class Recording(Observer):
 
     sees_times = sees_gradients = True
 
-    def __init__(self, recorder: Recorder, observers: Observers) -> None:
+    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
         self._recorder = recorder
-        self._observers = observers
+        self._ledger = ledger
 
     def happened(self, moment: Moment, index: int) -> None:
         """Record the event, with the number of the backward."""
-        self._recorder.record(moment, index, self._observers.backward)
+        self._recorder.record(moment, index, self._ledger.finalized)

@@ -48,7 +48,8 @@ from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived
 from .expected import Arrival, Decision, mode_for
 from .grad_hooks import GradHooks, PendingGrads
-from .ledger import Ledger, LocalBackwards
+from .ledger import Ledger
+from .local_backwards import LocalBackwards
 from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -113,7 +114,7 @@ class Reducer:
         # Versions of the parameters when they were found to hold an average that is
         # incomplete; empty if they hold none.
         self._wrong_versions: list[int] = []
-        self.queue = BucketQueue(self.params, specs, config, communicator)
+        self.queue = BucketQueue(self.params, specs, config, communicator, self.ledger)
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.expected = mode_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.

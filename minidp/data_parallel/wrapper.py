@@ -497,7 +497,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             if isinstance(each, Recording):
                 observers.remove(each)
         if recorder is not None:
-            observers.append(Recording(recorder, observers))
+            observers.append(Recording(recorder, self._reducer.ledger))
 
     # -- uneven inputs -----------------------------------------------------------------
 

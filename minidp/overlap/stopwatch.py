@@ -267,7 +267,7 @@ class Stopwatch(Observer):
             marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _open(self, now: Mark) -> StepMarks:
-        self._marks = StepMarks(self._queue.observers.backward, now)
+        self._marks = StepMarks(self._queue.ledger.finalized, now)
         self._timing.switch(on=self._num_begun in self._timed_steps)
         self._num_begun += 1
         return self._marks

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import minidp
 from minidp import DataParallel
+from minidp.hang.rank_status import status_of
 from tests.support.both import MODES, error_of
 from tests.support.ranks import on_ranks
 from tests.support.two_layers import TwoLayers, backward, make, trains
@@ -149,3 +152,44 @@ def test_a_wrapper_beside_one_that_is_reset_goes_on(ctx):
     report = communicator.peers.report(communicator.started + 1)
     assert "gave up" not in report.text
     assert trains(ctx, second)
+
+
+class RaisesBehind(torch.autograd.Function):
+    """Stands before a module, so that its backward raises after that of the module."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise ValueError("boo")
+
+
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_ranks_number_their_steps_alike_after_only_one_has_finished(ctx):
+    """Rank 1 raises when all its buckets are launched, so rank 0 gets the averages.
+
+    Later both count from the same number, in recordings and in errors.
+    """
+    ddp = make(ctx, check_finite_grads=True, check_replicas_every=0)
+    x = torch.ones(1, 4, requires_grad=True)
+    behind = RaisesBehind.apply(x) if ctx.rank else x
+    error = error_of(lambda: ddp(behind).sum().backward())
+    assert error == ("ValueError: boo" if ctx.rank else "")
+    ddp.reset()
+    with minidp.record(ddp) as rec:
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 4)).sum().backward()
+    rec.gather()
+    zero, one = (timeline.steps for timeline in rec.timelines)
+    assert [step.number for step in zero] == [step.number for step in one] == [1, 2, 3]
+    for ours, theirs in zip(zero, one, strict=True):
+        for a, b in zip(ours.buckets, theirs.buckets, strict=True):
+            assert max(a.launched_ns, b.launched_ns) <= min(a.done_ns, b.done_ns)
+    ddp.zero_grad()
+    error = error_of(lambda: ddp(torch.ones(1, 4) / (1 - ctx.rank)).sum().backward())
+    assert "[rank 1] A gradient of step 4 is not finite (before" in error
+    # So does a hang report, which shows what each rank publishes.
+    assert status_of(ddp._reducer, threading.get_ident()).step == 4
