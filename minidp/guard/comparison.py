@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from minidp.comm import Question
 
-# While others compute, or wait for each other in a collective of the user, only time
-# tells who does not come.
+# Without a heartbeat, or while others compute, only time tells who does not come.
 PATIENCE_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
@@ -199,6 +198,9 @@ class Comparison:
                 goes well.
         """
         moment = "backward" if patience is None else "stepped"
+        if patience is None:
+            limit = self._reducer.communicator.limit or math.inf
+            patience = min(PATIENCE_SECONDS, limit / 4)
         return self._compare(moment, self._present(), asks=True, patience=patience)
 
     def _present(self) -> list[torch.Tensor]:
@@ -225,8 +227,6 @@ class Comparison:
     ) -> Verdict:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
         ranks, digest = self._ranks(), _digest(tensors)
-        if patience is None:
-            patience = min(PATIENCE_SECONDS, (communicator.limit or math.inf) / 4)
         if len(ranks) == 1:
             return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
@@ -240,6 +240,8 @@ class Comparison:
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
+        if passed is None and patience is None:
+            patience = PATIENCE_SECONDS
         meeting = _Meeting(store, topic, ranks, passed, patience)
         self._is_asking = True
         try:
@@ -362,11 +364,11 @@ class _Meeting:
         topic: str,
         ranks: frozenset[int],
         passed: Question | None,
-        patience: float,
+        patience: float | None,
     ) -> None:
         self._store, self._topic, self._ranks = store, topic, ranks
         self._passed = passed  # who does not come; None: no heartbeat tells
-        self._deadline = world.now() + patience
+        self._deadline = None if patience is None else world.now() + patience
         self._posts: dict[int, Any] = {}
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -384,7 +386,7 @@ class _Meeting:
         missing = set(self._ranks - self._posts.keys())
         self._posts |= read_json(self._store, self._topic, missing)
         missing -= self._posts.keys()
-        is_late = world.now() > self._deadline
+        is_late = self._deadline is not None and world.now() > self._deadline
         return is_late or bool(missing & gone) or missing <= stepped
 
     def is_done_within(self, seconds: float) -> bool:
