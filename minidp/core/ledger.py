@@ -43,5 +43,10 @@ class Ledger:
         self.armed = self.finalized
 
     def agree_on(self, finalized: int) -> None:
-        """Set the counts of synchronised forwards and backwards to a common number."""
+        """Set the counts of synchronised forwards and backwards to a common number.
+
+        The optimizer steps after the last one are forgotten, because some ranks may
+        have made more of them.
+        """
         self.armed = self.finalized = finalized
+        self.steps = 0

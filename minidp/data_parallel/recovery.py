@@ -24,7 +24,13 @@ from minidp.errors import (
     explain,
     incomplete_averages,
 )
-from minidp.replica import find_schedulers, optimizers, standing, sum_of_bits
+from minidp.replica import (
+    Survey,
+    find_schedulers,
+    optimizers,
+    standing,
+    sum_of_bits,
+)
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
@@ -80,18 +86,19 @@ def settle_after_reset(
     with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
         wanted = _NOBODY if copy_from is None else copy_from
         excuses = 0 if check is None else check.excuses
-        head = [wanted, check is not None, excuses, _digest(ddp)]
+        survey = Survey()
+        head = [wanted, check is not None, excuses, _digest(ddp, survey)]
         rows = gather_integers(head, group, exchange_device(group, ddp.device))
         wishes, compares, all_excuses, digests = zip(*rows, strict=True)
         _refuse_other_wishes(wishes, group.rank())
         compares_all = all(compares)
         is_equal = len({*digests}) == 1 or not (compares_all or copy_from is not None)
-        found, held = (None, {}) if is_equal else _compare(ddp)
+        found, held = (None, {}) if is_equal else _compare(ddp, survey)
         if copy_from is not None:
             ddp._replication.broadcast_all(ddp.module, copy_from)
             if found is not None:
                 how = f"reset(copy_from={copy_from})"
-                _copy_optimizers(ddp, found, held, copy_from, how)
+                _copy_optimizers(ddp, found, held, copy_from, how, survey)
             found = None
             # Whoever copies a wrong rank, in spite of the warning, wants to go on.
             ddp._reducer.forget_incomplete()
@@ -126,27 +133,35 @@ def settle_after_join(ddp: DataParallel, root: int) -> None:
     """Copy the optimizers of rank ``root`` if ranks have made unequal numbers of steps.
 
     All ranks must call it together. With equal numbers all keep their own, bit for bit.
-    A warning says what cannot be copied.
+    A warning says what cannot be copied. The ranks agree on how many forwards and
+    steps they have made, because later comparisons meet under these numbers.
     """
-    group = ddp.process_group
+    group, ledger = ddp.process_group, ddp._reducer.ledger
     device = exchange_device(group, ddp.device)
     steps = sum(ddp._guard.optimizers().values())
-    if len({n for (n,) in gather_integers([steps], group, device)}) > 1:
-        found, held = _compare(ddp)
-        _copy_optimizers(ddp, found, held, root, "The end of join()")
+    rows = gather_integers([steps, ledger.finalized], group, device)
+    all_steps, finalized = zip(*rows, strict=True)
+    ledger.agree_on(max(finalized))
+    if len(set(all_steps)) > 1:
+        survey, how = Survey(), "The end of join()"
+        found, held = _compare(ddp, survey)
+        _copy_optimizers(ddp, found, held, root, how, survey)
         if ddp._replication.check is not None:
             ddp._replication.check.restart()
     ddp._guard.forget_steps()
 
 
-def _digest(ddp: DataParallel) -> int:
+def _digest(ddp: DataParallel, survey: Survey) -> int:
     """Return 64 bits that are equal on ranks whose state is equal."""
-    text = _stand(ddp, optimizers.by_key(ddp._guard.optimizers(), ddp._reducer.params))
+    held = optimizers.by_key(ddp._guard.optimizers(), ddp._reducer.params)
+    text = _stand(ddp, held, survey)
     digest = hashlib.sha256(text.to_bytes()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
-def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
+def _stand(
+    ddp: DataParallel, held: dict[str, Optimizer], survey: Survey
+) -> standing.Standing:
     """Return where this rank stands, with the state of the ``held`` optimizers."""
     reducer, replication = ddp._reducer, ddp._replication
     params, frozen = reducer.named, replication.others(ddp.module)
@@ -154,7 +169,7 @@ def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
     # The next forward makes those equal that it broadcasts.
     buffers = {} if ddp.forward_sync_buffers else replication.buffers
     steps = ddp._guard.optimizers()
-    schedulers = find_schedulers(held.values())
+    schedulers = find_schedulers(held.values(), survey)
     facts = {
         key: optimizers.facts_of(
             optimizer, steps.get(optimizer, 0), params, schedulers.get(optimizer, ())
@@ -168,17 +183,21 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(sum_of_bits(tensor)) for name, tensor in tensors.items()}
 
 
-def _compare(ddp: DataParallel) -> tuple[standing.Differences, dict[str, Optimizer]]:
+def _compare(
+    ddp: DataParallel, survey: Survey
+) -> tuple[standing.Differences, dict[str, Optimizer]]:
     """Return how the replicas differ, and this rank's optimizers by their keys.
 
     All ranks must call it together.
     """
     params = ddp._reducer.params
     known = dict.fromkeys(
-        [*ddp._guard.optimizers(), *optimizers.find_optimizers(params)]
+        [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
     )
     held = optimizers.by_key(known, params)
-    standings = standing.exchange(_stand(ddp, held), ddp.process_group, ddp.device)
+    standings = standing.exchange(
+        _stand(ddp, held, survey), ddp.process_group, ddp.device
+    )
     return standing.find_differences(standings), held
 
 
@@ -188,6 +207,7 @@ def _copy_optimizers(
     held: dict[str, Optimizer],
     root: int,
     how: str,
+    survey: Survey,
 ) -> None:
     """Copy the optimizers of rank ``root``, and warn of what stays different.
 
@@ -196,10 +216,10 @@ def _copy_optimizers(
     reducer = ddp._reducer
     params = reducer.named
     shared = {key: held[key] for key in found.shared}
-    copied = {k: o for k, o in shared.items() if optimizers.can_copy(o)}
-    lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root)
+    copied = {k: o for k, o in shared.items() if optimizers.can_copy_optimizer(o)}
+    lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root, survey)
     left = [f"the state of {name}" for name in sorted({*lost, *found.left})]
-    if found.steps and optimizers.has_grad_scaler():
+    if found.steps and optimizers.has_grad_scaler(survey):
         left.append(_GRAD_SCALERS)  # with other scales, ranks would train apart
     if left and found.texts:
         steps = f" Optimizer steps: {found.steps}." if found.steps else ""

@@ -231,18 +231,19 @@ class Comparison:
             return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
             return Verdict({communicator.rank: digest}, ranks, can_ask=False)
-        store = self._store()
         topic = self._next_topic(moment)
-        if asks:
-            steps = ledger.steps if moment == "stepped" else None
-            post_json(store, "ask", ledger.finalized, [topic, steps])
-        post_json(store, topic, communicator.rank, [digest, True, part])
+        post = [digest, True, part]
+        with suppress(RuntimeError):  # then the meeting finds out
+            if asks:
+                steps = ledger.steps if moment == "stepped" else None
+                post_json(self._store(), "ask", ledger.finalized, [topic, steps])
+            post_json(self._store(), topic, communicator.rank, post)
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
         if passed is None and patience is None:
             patience = PATIENCE_SECONDS
-        meeting = _Meeting(store, topic, ranks, passed, patience)
+        meeting = _Meeting(self._store, topic, ranks, passed, patience)
         self._is_asking = True
         try:
             with communicator.watching(f"comparing the ranks' {moment}"):
@@ -251,14 +252,14 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
-        posts = self._agree_who_came(store, topic, ranks, posts)
+        posts = self._agree_who_came(topic, {communicator.rank: post} | posts)
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
         absent = ranks - posts.keys()
         stepped = absent & (passed.stepped if passed is not None else set())
         reducing = absent & (passed.reducing if passed is not None else set())
         if not absent:
-            self._forget_before(store, topic)
+            self._forget_before(topic)
         # Only ranks that have asked can take part in a collective.
         have_asked = len(posts) == communicator.size and all(
             asked for _, asked, _ in posts.values()
@@ -276,25 +277,26 @@ class Comparison:
             have_all_asked=have_asked,
         )
 
-    def _agree_who_came(
-        self, store: Store, topic: str, ranks: frozenset[int], posts: dict[int, Any]
-    ) -> dict[int, Any]:
+    def _agree_who_came(self, topic: str, posts: dict[int, Any]) -> dict[int, Any]:
         """Return the posts that count, of all ranks or, if some came too late, fewer.
 
         A rank that has gone on alone left its post behind. What it holds now may be
         another matter, and it would not come to a collective. So the first rank that
-        leaves a meeting decides whether all have come.
+        leaves a meeting decides whether all have come. If the store is gone, another
+        rank has ended, and only this rank's own post counts.
         """
+        ranks, rank = self._ranks(), self._reducer.communicator.rank
         is_missed = bool(ranks - posts.keys())
         if not is_missed and len({value for value, *_ in posts.values()}) == 1:
             return posts  # equal values need no collective, and prove no mistake
         mine = "some" if is_missed else "all"
-        decided = store.compare_set(f"{topic}/came", "", mine).decode()
-        if decided == mine:
-            return posts
-        if is_missed:
-            return dict(sorted(read_json(store, topic, ranks).items()))
-        rank = self._reducer.communicator.rank
+        with suppress(RuntimeError):
+            store = self._store()
+            decided = store.compare_set(f"{topic}/came", "", mine).decode()
+            if decided == mine:
+                return posts
+            if is_missed:
+                return dict(sorted(read_json(store, topic, ranks).items()))
         return {rank: posts[rank]}
 
     def answer(self) -> None:
@@ -342,14 +344,15 @@ class Comparison:
         group = self._reducer.communicator.group
         return group_store(group, f"compare/{self._key()}")
 
-    def _forget_before(self, store: Store, topic: str) -> None:
+    def _forget_before(self, topic: str) -> None:
         """Delete what this rank posted two comparisons ago, which all have read.
 
         A rank that has posted for the last one had finished the one before.
         """
         self._topics.append(topic)
         if len(self._topics) > 2:
-            store.delete_key(f"{self._topics.pop(0)}/{self._reducer.rank}")
+            with suppress(RuntimeError):
+                self._store().delete_key(f"{self._topics.pop(0)}/{self._reducer.rank}")
 
 
 class _Meeting:
@@ -360,7 +363,7 @@ class _Meeting:
 
     def __init__(
         self,
-        store: Store,
+        store: Callable[[], Store],
         topic: str,
         ranks: frozenset[int],
         passed: Question | None,
@@ -384,7 +387,10 @@ class _Meeting:
         gone = {*passed.gone, *passed.reducing} if passed else set()
         stepped = {*passed.stepped} if passed else set()
         missing = set(self._ranks - self._posts.keys())
-        self._posts |= read_json(self._store, self._topic, missing)
+        try:
+            self._posts |= read_json(self._store(), self._topic, missing)
+        except RuntimeError:  # the store is gone, because the rank that hosts it ended
+            return True
         missing -= self._posts.keys()
         is_late = self._deadline is not None and world.now() > self._deadline
         return is_late or bool(missing & gone) or missing <= stepped

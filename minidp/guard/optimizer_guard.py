@@ -124,9 +124,10 @@ class Guard:
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
         self._open_step: _OpenStep | None = None
-        self._has_open_step: WeakSet[Optimizer] = (
-            WeakSet()
-        )  # made one since a judgement
+        # Whether ranks have met that step different parts, perhaps in more optimizers.
+        self._steps_parts = False
+        # Steps like it since the last judgement: class and indices of the parameters.
+        self._open_parts: set[tuple[type[Optimizer], tuple[int, ...]]] = set()
         # A step of gradients that differ, which the optimizer itself may average. It
         # may also step another optimizer inside, and average the parameters then.
         self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
@@ -258,20 +259,21 @@ class Guard:
             if outcome is _Outcome.UNANSWERED and self._open_step is not None:
                 # No forward has judged the last one: this rank trains on alone.
                 self._step_trust.note(is_decided=False)
-            if outcome is _Outcome.OPEN and optimizer in self._has_open_step:
+            part = type(optimizer), tuple(sorted(step.held))
+            if outcome is _Outcome.OPEN and part in self._open_parts:
                 self._judge_repeated_step(suspicion)
-            self._has_open_step.add(optimizer)
+            self._open_parts.add(part)
             is_asked_after = outcome is _Outcome.MADE_ELSEWHERE
             self._open_step = _OpenStep(suspicion, is_asked_after)
 
     def _judge_repeated_step(self, suspicion: Suspicion) -> None:
-        """Compare the parameters before an optimizer steps whose last step is open.
+        """Compare the parameters before a step like one that is still open.
 
         The ranks step different parts, perhaps to send each other the results. Before
         the next step of the same part they must have done so, and no forward of this
         wrapper has come to find that out.
         """
-        self._has_open_step.clear()
+        self._open_parts.clear()
         verdict = self.comparison.of_parameters("again", range(len(self.index)))
         if verdict.are_all_here:
             suspicion = replace(suspicion, expected=_SAME_BEFORE)
@@ -281,7 +283,10 @@ class Guard:
         """Compare the gradients of a coming step on the ranks that suspect it."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         verdict = self.comparison.of_gradients(params, sorted(step.held))
-        if not step.held:  # other ranks need not step what is not averaged
+        self._steps_parts |= not verdict.is_same_part
+        # Other ranks need not step what is not averaged; nor as often as this one, if
+        # their optimizers hold other parts.
+        if not step.held or self._steps_parts:
             verdict = replace(verdict, reducing=frozenset())
         if self.reducer.phase.now is Phase.PAUSED:  # no part: the rest is missing
             verdict = replace(verdict, is_same_part=True)
@@ -298,7 +303,9 @@ class Guard:
         """
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
+        # Before this rank's last optimizer has stepped, its parameters prove nothing.
         is_asked = self._open_step is not None and self._open_step.is_asked_after
+        is_asked &= not self._steps.is_one_left_out
         is_suspicious |= self._change is not None or self._own_step is not None
         is_suspicious |= is_asked
         if not is_suspicious or not ledger.sync_enabled or is_nested(optimizer):
@@ -315,7 +322,7 @@ class Guard:
         if self._change is not None and not self._change.indices.isdisjoint(held):
             change, self._change = self._change, None
             self._judge_change(change, "after", held)
-        if self._open_step is not None and self._open_step.is_asked_after:
+        if is_asked:
             verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
             self._judge_open_step(verdict, after_step=True)
 
@@ -441,7 +448,7 @@ class Guard:
         """
         assert self._open_step is not None
         opened, self._open_step = self._open_step, None
-        self._has_open_step.clear()
+        self._open_parts.clear()
         tells = after_step and opened.tells
         conclude = functools.partial(
             Guard._conclude_step,
@@ -552,7 +559,7 @@ class Guard:
             self._complain(text, tells_others=True)
         elif verdict.are_all_here:
             self._trust.note(is_decided=True)
-        elif not self._has_warned:
+        elif not self._has_warned and not self._steps_parts:
             self._has_warned = True
             warn(
                 f"{text} This could not be proved, because other ranks did not answer, "
@@ -668,8 +675,8 @@ class Guard:
             if isinstance(each, waiting):
                 observers.remove(each)
         self._change, self._open_step, self._own_step = None, None, None
-        self._has_open_step.clear()
-        self._was_made_elsewhere = False
+        self._open_parts.clear()
+        self._was_made_elsewhere = self._steps_parts = False
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
         self._steps.reset()
         self._joined, self._same_joined, self._same_cast = {}, {}, None

@@ -15,7 +15,6 @@ in a list beside it (`_plain`); the receiver turns it into values again (`_made`
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,8 @@ from minidp.comm import (
 )
 
 from .digest import sum_of_bits
-from .schedulers import by_path, find_schedulers, progress_of, state_of
+from .objects import Survey
+from .schedulers import by_path, find_schedulers, progress_of, set_state, state_of
 
 _OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
 
@@ -52,16 +52,10 @@ class OptimizerFacts(NamedTuple):
     schedulers: Mapping[str, list[int]]  # how far they are, see `progress_of`
 
 
-def find_optimizers(params: Iterable[torch.Tensor]) -> list[Optimizer]:
-    """Return all optimizers of this process that hold some of ``params``.
-
-    This searches all Python objects, which may take a second. There is no other way:
-    the optimizer of a rank that has never stepped has not called us yet.
-    """
+def find_optimizers(params: Iterable[torch.Tensor], survey: Survey) -> list[Optimizer]:
+    """Return all optimizers of this process that hold some of ``params``."""
     ids = {id(param) for param in params}
-    # isinstance() would run code of proxy objects, so this asks for the type alone.
-    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    return [o for o in found if _held(o) & ids]
+    return [each for each in survey.of(Optimizer) if _held(each) & ids]
 
 
 def by_key(
@@ -103,7 +97,7 @@ def facts_of(
     schedulers: Iterable[LRScheduler],
 ) -> OptimizerFacts:
     """Describe an optimizer, as far as it concerns ``params``, which come by name."""
-    is_known = can_copy(optimizer)
+    is_known = can_copy_optimizer(optimizer)
     state, settings = {}, ""
     if is_known:
         own = {name: optimizer.state.get(param) for name, param in params.items()}
@@ -117,19 +111,16 @@ def facts_of(
     return OptimizerFacts(name, steps, is_known, has_state, settings, state, progress)
 
 
-def can_copy(optimizer: Optimizer) -> bool:
+def can_copy_optimizer(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is of ``torch.optim``, whose whole state we know."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    # Some of these classes name the package as their module, the others a part of it.
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def has_grad_scaler() -> bool:
-    """Return whether this process has scaled a loss with a `GradScaler`.
-
-    This searches all Python objects, as `find_optimizers` does. A scaler does not know
-    its optimizers for longer than a step.
-    """
-    found = (o for o in gc.get_objects() if issubclass(type(o), GradScaler))
-    return any(getattr(scaler, "_scale", None) is not None for scaler in found)
+def has_grad_scaler(survey: Survey) -> bool:
+    """Return whether this process has scaled a loss with a `GradScaler`."""
+    every = survey.of(GradScaler)
+    return any(getattr(scaler, "_scale", None) is not None for scaler in every)
 
 
 def copy_optimizers(
@@ -137,6 +128,7 @@ def copy_optimizers(
     params: Mapping[str, torch.Tensor],
     group: ProcessGroup,
     root: int,
+    survey: Survey,
 ) -> list[str]:
     """Give all ranks the state and settings that optimizers have on rank ``root``.
 
@@ -150,9 +142,10 @@ def copy_optimizers(
         params: Parameters by name. The optimizers' state of these is replaced.
         group: The group of all replicas.
         root: The rank whose state all others get.
+        survey: Where schedulers are found.
     """
     tensors: list[torch.Tensor] = []
-    scheduled = find_schedulers(optimizers.values())
+    scheduled = find_schedulers(optimizers.values(), survey)
     schedulers = {key: by_path(scheduled.get(o, ())) for key, o in optimizers.items()}
     plan = {
         key: {
@@ -172,6 +165,7 @@ def copy_optimizers(
     if group.rank() != root:
         tensors = []
     opaque = set()
+    first = next(iter(params.values()))
     for key, optimizer in sorted(optimizers.items()):
         whole, is_root = plan[key], group.rank() == root
         if _is_opaque(whole):
@@ -188,14 +182,14 @@ def copy_optimizers(
         for mine_of, sent in zip(
             optimizer.param_groups, whole["settings"], strict=True
         ):
-            first = mine_of["params"][0]
+            first = next(iter(mine_of["params"]), first)
             mine_of.update(_made(sent, dict(mine_of), first, tensors))
         for path, sent in whole["schedulers"].items():
             scheduler = schedulers[key].get(path)
             old = {} if scheduler is None else state_of(scheduler)
             new = _made(sent, old, first, tensors)
             if scheduler is not None:
-                vars(scheduler).update(new)
+                set_state(scheduler, new)
     broadcast_coalesced(tensors, group, root)
     return sorted(opaque)
 

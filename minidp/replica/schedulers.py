@@ -8,17 +8,23 @@ An optimizer does not know its schedulers. So they are searched among all Python
 objects, in `find_schedulers`. On each rank there may be several of a class for one
 optimizer, in an order that nobody knows. These can be compared, as a sorted list, but
 not copied.
+
+A `ChainedScheduler` counts nothing itself. Its inner schedulers are found as all others
+are.
 """
 
 from __future__ import annotations
 
-import gc
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
+
+from .objects import Survey
 
 # All that a scheduler's steps change, in the classes of torch.optim.lr_scheduler. Other
 # attributes are what its constructor was given, which every rank has of its own.
@@ -34,25 +40,19 @@ _CHANGING = frozenset(
         "T_i",
     }
 )
+_LAMBDAS = "lr_lambdas"  # LambdaLR's and MultiplicativeLR's
 
 
 def find_schedulers(
-    optimizers: Iterable[Optimizer],
+    optimizers: Iterable[Optimizer], survey: Survey
 ) -> dict[Optimizer, list[LRScheduler]]:
-    """Return the schedulers of each optimizer that has some, inner ones of others too.
-
-    This searches all Python objects, if an optimizer's groups show that a scheduler was
-    made for it.
-    """
-    scheduled = {id(o): o for o in optimizers if _has_scheduler(o)}
+    """Return the schedulers of each optimizer that has some, inner ones of others too."""
+    scheduled = {id(optimizer): optimizer for optimizer in optimizers}
     found: dict[Optimizer, list[LRScheduler]] = defaultdict(list)
-    if scheduled:
-        # isinstance() would run code of proxy objects, so this asks for the type alone.
-        every = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler)]
-        for scheduler in every:
-            optimizer = scheduled.get(id(vars(scheduler).get("optimizer")))
-            if optimizer is not None:
-                found[optimizer].append(scheduler)
+    for scheduler in survey.of(LRScheduler) if scheduled else ():
+        optimizer = scheduled.get(id(vars(scheduler).get("optimizer")))
+        if optimizer is not None:
+            found[optimizer].append(scheduler)
     return dict(found)
 
 
@@ -60,11 +60,19 @@ def progress_of(schedulers: Iterable[LRScheduler]) -> dict[str, list[int]]:
     """Return how far schedulers are (``last_epoch``), sorted, by path of the class."""
     progress: dict[str, list[int]] = defaultdict(list)
     for scheduler in schedulers:
-        progress[_path_of(scheduler)].append(int(scheduler.last_epoch))
+        progress[_path_of(scheduler)].append(_progress(scheduler))
     return {path: sorted(each) for path, each in sorted(progress.items())}
 
 
-def can_copy(path: str, progress: Iterable[list[int]]) -> bool:
+def _progress(scheduler: LRScheduler) -> int:
+    """Return ``last_epoch``, or whatever else a class that does not have it counts."""
+    state = vars(scheduler)
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    return sum(value for value in state.values() if type(value) is int)
+
+
+def can_copy_scheduler(path: str, progress: Iterable[list[int]]) -> bool:
     """Return whether schedulers of a class can be copied.
 
     They are of ``torch.optim``, whose whole state we know, and each rank has one.
@@ -77,22 +85,53 @@ def can_copy(path: str, progress: Iterable[list[int]]) -> bool:
 
 
 def by_path(schedulers: Iterable[LRScheduler]) -> dict[str, LRScheduler]:
-    """Return, by path of the class, those that `can_copy` allows on this rank."""
+    """Return, by path of the class, those that `can_copy_scheduler` allows here."""
     of_class: dict[str, list[LRScheduler]] = defaultdict(list)
     for scheduler in schedulers:
         of_class[_path_of(scheduler)].append(scheduler)
-    known = {path: each for path, each in of_class.items() if can_copy(path, [[0]])}
+    known = {
+        path: each for path, each in of_class.items() if can_copy_scheduler(path, [[0]])
+    }
     return {path: each[0] for path, each in sorted(known.items()) if len(each) == 1}
 
 
+def are_apart(progress: Sequence[list[int]]) -> bool:
+    """Return whether schedulers of a class are at different epochs on some ranks.
+
+    One more on some rank proves nothing, because Python may not have freed an old one
+    there. So the epochs of a rank with fewer must be among those of a rank with more.
+    """
+    ranks = sorted(map(Counter, progress), key=Counter.total)
+    return any(not less <= more for less, more in pairwise(ranks))
+
+
 def state_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return what a scheduler's steps change, by name."""
-    return {name: v for name, v in vars(scheduler).items() if name in _CHANGING}
+    """Return what a scheduler's steps change, by name.
+
+    A `LambdaLR` may have been given objects that count something themselves.
+    """
+    state = {name: v for name, v in vars(scheduler).items() if name in _CHANGING}
+    counting = [vars(each) for each in _counting(scheduler)]
+    return state | ({_LAMBDAS: counting} if counting else {})
+
+
+def set_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Set what `state_of` has returned."""
+    own = {name: value for name, value in state.items() if name != _LAMBDAS}
+    vars(scheduler).update(own)
+    counting = _counting(scheduler), state.get(_LAMBDAS, [])
+    for each, values in zip(*counting, strict=False):
+        vars(each).update(values)
+
+
+def _counting(scheduler: LRScheduler) -> list[Any]:
+    functions = vars(scheduler).get(_LAMBDAS, ())
+    return [
+        each
+        for each in functions
+        if not isinstance(each, FunctionType) and hasattr(each, "__dict__")
+    ]
 
 
 def _path_of(scheduler: LRScheduler) -> str:
     return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
-
-
-def _has_scheduler(optimizer: Optimizer) -> bool:
-    return any("initial_lr" in group for group in optimizer.param_groups)

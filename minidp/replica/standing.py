@@ -17,7 +17,7 @@ import torch
 from minidp.comm import ProcessGroup, exchange_device, gather_bytes, gather_integers
 
 from .optimizers import OptimizerFacts
-from .schedulers import can_copy
+from .schedulers import are_apart, can_copy_scheduler
 
 _SHOWN = 3  # names of one kind that a text shows
 
@@ -116,11 +116,10 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
         texts.append(f"state of {name} for {_some([*state])} on {_odd_ranks(state)}")
     for path, row in _differing([each.schedulers for each in facts]).items():
         progress, scheduler = [each or [] for each in row], path.rpartition(".")[2]
-        if not (is_known and can_copy(path, progress)):
+        if not (is_known and can_copy_scheduler(path, progress)):
             left.append(scheduler)
-        # Other numbers of them prove nothing: Python may not have freed an old one yet.
-        if len({len(each) for each in progress}) == 1:
-            epochs = [" and ".join(map(str, each)) for each in progress]
+        if are_apart(progress):
+            epochs = [" and ".join(map(str, each)) or "none" for each in progress]
             texts.append(f"last_epoch of {scheduler} ({_on_ranks(epochs)})")
     return _OfOptimizer(texts, missed, left)
 

@@ -7,11 +7,13 @@ One rank misses a step, or has other weights; then training goes on after ``rese
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minidp import DataParallel, attach
@@ -151,13 +153,60 @@ def twice(optimizer):
     return [torch.optim.lr_scheduler.StepLR(optimizer, n, 0.5) for n in (3, 4)]
 
 
+def chained(optimizer):
+    """Inside a scheduler that counts nothing itself."""
+    inner = halved(optimizer)
+    return [*inner, torch.optim.lr_scheduler.ChainedScheduler(inner)]
+
+
+class Falls:
+    """A function with a memory, which a `LambdaLR` saves, too."""
+
+    calls = 0
+
+    def __call__(self, _epoch):
+        self.calls += 1
+        return 1 / self.calls
+
+
+def remembering(optimizer):
+    return [torch.optim.lr_scheduler.LambdaLR(optimizer, Falls())]
+
+
+class Counts(torch.optim.lr_scheduler.LRScheduler):
+    """Has nothing of its base class, and leaves no trace in the optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.calls = optimizer, 1
+
+    def step(self):
+        self.calls += 1
+
+
+# For each: what the ranks have counted, when rank 1 has missed a step.
+SCHEDULERS = {
+    halved: "2 on rank 0, 1",
+    warm: "2 on rank 0, 1",
+    chained: "2 on rank 0, 1",
+    remembering: "2 on rank 0, 1",
+    unknown: "2 on rank 0, 1",
+    Counts: "3 on rank 0, 2",
+    twice: "0 and 2 on rank 0, 0 and 1",
+}
+CANNOT_BE_COPIED = (unknown, Counts, twice)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("made_by", [halved, warm, unknown, twice])
+@pytest.mark.parametrize("made_by", SCHEDULERS)
 def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
     """The learning rates are still equal: rank 1's would change one step later."""
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["momentum"](ddp.parameters())
-    schedulers = made_by(optimizer)
+    found = made_by(optimizer)
+    schedulers = found if isinstance(found, list) else [found]
+    # As trainers do, to keep Python's collector from looking at them. The processes of
+    # these tests have done it, too.
+    (gc.unfreeze if made_by is halved else gc.freeze)()
 
     def advance(steps=1):
         for _ in range(steps):
@@ -170,18 +219,75 @@ def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
         schedulers[-1].step()
     (text,) = told(ddp.reset)
     left = told(lambda: ddp.reset(copy_from=0))
-    is_copied = made_by in (halved, warm)
+    is_copied = made_by not in CANNOT_BE_COPIED
     if is_copied:  # else the replicas may differ from now on
         advance(6)
         assert told(ddp.reset) == []
+    name = type(schedulers[0]).__name__
     if ctx.rank == 0:
-        epochs = "0 and 2 on rank 0, 0 and 1" if made_by is twice else "2 on rank 0, 1"
-        assert f"last_epoch of {type(schedulers[0]).__name__} ({epochs} on" in text
+        assert f"last_epoch of {name} ({SCHEDULERS[made_by]} on" in text
     if not is_copied:
-        assert f"cannot copy the state of {type(schedulers[0]).__name__}." in left[0]
+        assert f"cannot copy the state of {name}." in left[0]
         return []
     assert left == []
     return [optimizer.param_groups[0]["lr"], *state_of(ddp, optimizer)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_best", [True, False])
+def test_a_scheduler_that_waits_for_a_plateau_is_copied(ctx, is_best):
+    """It writes nothing into the optimizer, and counts more than its steps."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    step(ctx, ddp, optimizer)
+    plateau.step(1.0)
+    if ctx.rank == 0:
+        plateau.step(0.5 if is_best else 2.0)
+    (text,) = told(ddp.reset)
+    assert told(lambda: ddp.reset(copy_from=0)) == []
+    for _ in range(3):
+        plateau.step(0.6)
+    assert ctx.rank or "last_epoch of ReduceLROnPlateau (2 on rank 0, 1" in text
+    return [optimizer.param_groups[0]["lr"], plateau.best, plateau.num_bad_epochs]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_optimizers_of_every_module_of_torch_are_copied(ctx, name):
+    ddp = wrapped(ctx, nn.Linear(4, 4, bias=False))
+    optimizer = getattr(torch.optim, name)(ddp.parameters(), lr=0.1)
+    missed(ctx, ddp, optimizer)
+    assert told(lambda: ddp.reset(copy_from=0)) == []
+    step(ctx, ddp, optimizer)
+    return state_of(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_an_optimizer_with_an_empty_group_is_copied(ctx):
+    """A script that decays no parameter has one."""
+    ddp = wrapped(ctx, made())
+    groups = [{"params": [], "lr": 0.2}, {"params": [*ddp.parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    missed(ctx, ddp, optimizer)
+    assert told(lambda: ddp.reset(copy_from=0)) == []
+    return state_of(ddp, optimizer)
+
+
+@on_ranks(2)
+def test_a_scheduler_that_is_behind_is_named_beside_an_old_one(ctx):
+    """Rank 1 still has an old scheduler, so that the numbers of them differ."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    kept = halved(optimizer) + (halved(optimizer) if ctx.rank else [])
+    for last in (False, True):
+        step(ctx, ddp, optimizer)
+        if not (last and ctx.rank):
+            kept[0].step()
+    (text,) = told(ddp.reset)
+    (left,) = told(lambda: ddp.reset(copy_from=0))
+    assert ctx.rank or "last_epoch of StepLR (2 on rank 0, 0 and 1 on rank 1)" in text
+    assert "cannot copy the state of StepLR." in left
 
 
 @on_ranks(2)
