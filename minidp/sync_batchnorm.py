@@ -57,7 +57,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     together, also under ``torch.no_grad()`` and ``no_sync()``, because it communicates.
     The same holds for the backward if the input of any rank requires a gradient. The
     ranks' batches may differ in size, and may be empty. A double backward works on the
-    CPU. On an accelerator this is torch's own layer, which has not been tried.
+    CPU. On an accelerator this is torch's own layer, tried on the tests' simulated
+    device only.
     """
 
     @untraced

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidp
 from minidp import DataParallel, comm_hooks
-from tests.accelerator.training import SMALL, STEPS, Run, conv_net, net
+from tests.accelerator.training import SMALL, Run, conv_net, net
 
 Tensors = list[torch.Tensor]
 
@@ -107,6 +107,19 @@ def module_buffers(run: Run) -> Tensors:
 
     def step(n: int) -> None:
         model(run.batch(n, 4, 3, 12, 12)).square().mean().backward()
+
+    return run.train(model, step=step)
+
+
+def synced_batch_norms(run: Run, kind: type[nn.SyncBatchNorm]) -> Tensors:
+    """Batch norms over the batches of all ranks, which differ in size."""
+    module = kind.convert_sync_batchnorm(conv_net(), run.ctx.group).double()
+    module[6] = nn.Identity()  # a dropout would need other numbers on each rank
+    model = run.wrap(module.to(run.device()), **SMALL)
+
+    def step(n: int) -> None:
+        batch = run.batch(n, 3 + run.ctx.rank, 3, 12, 12).double()
+        model(batch).square().mean().backward()
 
     return run.train(model, step=step)
 
@@ -265,4 +278,3 @@ OURS = (
     *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
 )
-__all__ = ["BOTH", "OPTIONS", "OURS", "STEPS", "keeps_gradients", "with_options"]

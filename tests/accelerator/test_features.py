@@ -10,14 +10,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
-from minidp import DataParallel
+from minidp import DataParallel, SyncBatchNorm
 from tests.accelerator.scenarios import (
     BOTH,
     OPTIONS,
     OURS,
     keeps_gradients,
+    synced_batch_norms,
     with_options,
 )
 from tests.accelerator.training import WAYS, Run, result_of
@@ -39,7 +40,7 @@ def same_bits(ctx, scenario, way):
 
 def as_cheap_as_torch(ctx, scenario, way):
     ours = same_bits(ctx, scenario, way).costs
-    theirs = Run(ctx, DistributedDataParallel, "sim", way)
+    theirs = Run(ctx, TorchsDDP, "sim", way)
     scenario(theirs)
     # Its races are not ours: `test_torch_ddp` shows them.
     sim.load().drain()
@@ -68,6 +69,28 @@ def test_gradients_that_are_kept(ctx, name, way):
 @pytest.mark.parametrize("scenario", BOTH)
 def test_features_of_both(ctx, scenario, way):
     as_cheap_as_torch(ctx, scenario, way)
+
+
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("kind", [torch.nn.SyncBatchNorm, SyncBatchNorm])
+def test_batch_norms_over_all_ranks(ctx, kind, way):
+    """On a device minidp's layer is torch's, whose kernels the CPU does not have."""
+    scenario = partial(synced_batch_norms, kind=kind)
+    ours, theirs = (Run(ctx, each, "sim", way) for each in (DataParallel, TorchsDDP))
+    found = result_of(ours, scenario)
+    expected = [tensor.detach().cpu() for tensor in scenario(theirs)]
+    sim.load().drain()
+    sim.races()
+    assert all(map(torch.equal, expected, found))
+    assert ours.costs.collectives <= theirs.costs.collectives
+    assert len(ours.costs.host_waits) <= len(theirs.costs.host_waits)
+    # Minidp's layer on the CPU computes in another order, in float64 as here.
+    on_cpu = partial(synced_batch_norms, kind=SyncBatchNorm)
+    for mine, cpu in zip(
+        found, result_of(Run(ctx, DataParallel, "cpu"), on_cpu), strict=True
+    ):
+        torch.testing.assert_close(mine, cpu, rtol=1e-10, atol=1e-12)
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
-from tests.support.sim import torch_module
+from tests.support.sim import batch_norm, torch_module
 from tests.support.sim.building import NotBuilt, build, load_binary
 
 __all__ = [
@@ -69,6 +69,7 @@ def load() -> ModuleType:
     torch_module.use(library)
     torch._register_device_module("sim", torch_module)
     backend_registration.generate_methods_for_privateuse1_backend()
+    batch_norm.register()
     dist.Backend.register_backend(BACKEND, _make_group, devices=["sim"])
     atexit.register(library.drain)
     _loaded.append(library)

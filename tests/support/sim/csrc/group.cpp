@@ -344,8 +344,9 @@ class Group final : public c10d::Backend {
   GlooWork _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     Arguments arguments;
-    auto in = arguments.read(input);
-    auto out = arguments.write(output);
+    // Flat, because NCCL counts elements only, whereas Gloo cuts the first dimension.
+    auto in = arguments.read(input).view({-1});
+    auto out = arguments.write(output).view({-1});
     auto collective =
         arguments.collective(c10d::OpType::_ALLGATHER_BASE, "allgather into a tensor", {output});
     collective.start = [in, out, options](c10d::Backend& gloo) mutable {

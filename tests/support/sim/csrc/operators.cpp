@@ -102,7 +102,7 @@ class Call {
     c10::DeviceGuard guard(device);
     const auto& results = op_.schema().returns();
     const bool gives_tensors = std::all_of(results.begin(), results.end(), holds_tensors);
-    if (!gives_tensors || kSizedByValues.count(name_)) return run_now();
+    if (!gives_tensors || is_sized_by_values()) return run_now();
     if (has_fresh_results() || has_out()) infer_results();
     if (generator_) move_generator_on();
     launch_kernel();
@@ -114,6 +114,15 @@ class Call {
     const auto& results = op_.schema().returns();
     const auto is_argument = [](const c10::Argument& result) { return result.alias_info(); };
     return !results.empty() && std::none_of(results.begin(), results.end(), is_argument);
+  }
+
+  bool is_sized_by_values() const {
+    if (name_ != "aten::index.Tensor") return kSizedByValues.count(name_);
+    bool has_mask = false;
+    for_each_tensor(args_.at(1), [&](const at::Tensor& index) {
+      has_mask |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+    });
+    return has_mask;
   }
 
   bool has_out() const {
