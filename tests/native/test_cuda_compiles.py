@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -64,6 +65,21 @@ def test_the_kernels_compile_without_a_warning(tmp_path):
         *["-gencode", "arch=compute_90,code=sm_90"],
         *["-gencode", f"arch={oldest},code={oldest.replace('compute', 'sm')}"],
     )
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_a_thread_moves_16_bytes_at_once(tmp_path):
+    code = tmp_path / "launch.ptx"
+    compile_or_fail(
+        *[NVCC, "-std=c++17", "-O3", "--fmad=false", "-ptx", "-arch=sm_90"],
+        *[CSRC / "cuda" / "launch.cu", "-o", code],
+    )
+    _, *kernels = code.read_text().split(".entry")
+    assert len(kernels) == 4  # one for each dtype
+    for kernel in kernels:
+        assert re.search(r"ld\.global\.(v4\.\w32|v2\.\w64)", kernel)
+        assert re.search(r"st\.global\.(v4\.\w32|v2\.\w64)", kernel)
 
 
 @needs_gxx
@@ -191,13 +207,18 @@ def any_bits(numel, dtype):
 
 @dtypes
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_copy_has_torchs_bits(copy, host, dtype, scale):
-    """Also in place, where an element that is scaled twice would show."""
-    of = [any_bits(n, dtype) for n in NUMELS]
+@pytest.mark.parametrize("places", [(0, 0), (1, 0), (0, 1), (1, 1)], ids=str)
+def test_a_copy_has_torchs_bits(copy, host, dtype, scale, places):
+    """Also in place, where an element that is scaled twice would show.
+
+    Vectors of 16 bytes are moved only where both tensors begin at a multiple of that.
+    """
+    before, after = places  # elements, from such an address on
+    of = [any_bits(n + before, dtype)[before:] for n in NUMELS]
     if dtype.itemsize == 2:  # all numbers: ties are rounded specially
         of[-1] = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    rooms = [torch.full((len(each) + GUARD,), 42.0, dtype=dtype) for each in of]
-    to = [room[:-GUARD] for room in rooms]
+    rooms = [torch.full((after + len(each) + GUARD,), 42.0, dtype=dtype) for each in of]
+    to = [room[after:-GUARD] for room in rooms]
     run = copy(to, of, scale)
     assert run.num_launches == -(-(len(NUMELS) - NUMELS.count(0)) // 120)
     assert run.most_rows == host.rows_per_launch() == 120
@@ -206,6 +227,7 @@ def test_a_copy_has_torchs_bits(copy, host, dtype, scale):
         if scale == 1:  # also those of a NaN
             assert torch.equal(found.view(torch.uint8), source.view(torch.uint8))
     assert all((room[-GUARD:] == 42).all() for room in rooms)
+    assert all((room[:after] == 42).all() for room in rooms)
     copy(of, of, scale)
     for found, expected in zip(of, to, strict=True):
         assert_same_bits(found, expected)
