@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 _NOWHERE: AbstractContextManager[object] = nullcontext()
+_CANNOT_TELL: set[str] = set()  # types of devices without an `is_capturing`
 
 
 # -- which device ----------------------------------------------------------------------
@@ -158,10 +159,15 @@ def selected(device: torch.device) -> AbstractContextManager[object]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of a device records a graph, and runs nothing.
 
-    Versions of torch whose streams cannot tell are taken not to capture.
+    Types of devices that cannot tell are taken not to capture.
     """
-    ask = getattr(current_stream(device), "is_capturing", None)
-    return ask is not None and bool(ask())
+    if device.type in _CANNOT_TELL:
+        return False
+    try:
+        return bool(current_stream(device).is_capturing())
+    except RuntimeError:  # as torch 2.12 answers for all types that do not
+        _CANNOT_TELL.add(device.type)
+        return False
 
 
 def use_here(*tensors: object) -> None:

@@ -109,6 +109,22 @@ def test_nothing_is_asked_while_a_graph_is_captured(of_gpu, monkeypatch):
     assert asked == []
 
 
+def test_a_device_that_cannot_tell_captures_nothing(monkeypatch):
+    """Torch 2.12 raises for each type that does not answer, and later ones do not."""
+    asked = []
+
+    def refuse():
+        asked.append("refused")
+        raise RuntimeError("Backend doesn't support stream capture query.")
+
+    stream = SimpleNamespace(is_capturing=refuse)
+    monkeypatch.setattr(accelerator, "current_stream", lambda _: stream)
+    monkeypatch.setattr(accelerator, "_CANNOT_TELL", set())
+    device = torch.device("mtia", 0)
+    assert [accelerator.is_capturing(device) for _ in range(3)] == [False] * 3
+    assert len(asked) == 1  # an error in C++ costs much more than the answer
+
+
 def test_a_collective_that_was_waited_for_keeps_no_tensor(of_gpu, monkeypatch):
     monkeypatch.setattr(torch, "Event", lambda *_, **__: Event())
     monkeypatch.setattr(accelerator, "current_stream", lambda _: None)
