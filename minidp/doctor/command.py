@@ -182,15 +182,19 @@ class Examination:
             check = partial(network.check_port, launch, wait)
             run("master port", check, wait + GRACE_SECONDS)
             is_reachable = runner.findings[-1].status is not Status.FAILED
-        has_gpus = bool(accelerator.kind())
+        needed = collectives.needed_backend()
         run("variables", lambda: variables.judge_variables(env))
         if url := env.get("TORCHFT_LIGHTHOUSE"):
             check = partial(network.check_lighthouse, url)
             run("lighthouse", partial(check, runner.seconds))
-        judge = network.judge_interfaces
-        interfaces = partial(judge, env, several_hosts=several, has_gpus=has_gpus)
+        interfaces = partial(
+            network.judge_interfaces,
+            env,
+            several_hosts=several,
+            uses_nccl=needed == "nccl",
+        )
         run("interfaces", lambda: interfaces(*network.read_interfaces()))
-        run("backends", lambda: collectives.judge_backends(has_gpus=has_gpus))
+        run("backends", lambda: collectives.judge_backends(needed))
         run("gloo", _open_gloo)
         run("GPUs", lambda: environment.judge_gpus(env, here))
         run("threads", lambda: environment.judge_threads(here))
@@ -242,7 +246,7 @@ class Examination:
             self._store = prefix(store)
 
     def _communicate(self, launch: environment.Launch) -> None:
-        """Run the checks that are collectives: on Gloo, and with GPUs also on NCCL.
+        """Run the checks that are collectives: on Gloo, and on that of the devices.
 
         They run on a default process group, which is destroyed at the end. After a
         check that raises or hangs, as it does if a rank is missing, the rest is left
@@ -263,8 +267,8 @@ class Examination:
             groups.append(dist.group.WORLD)
             return ok("all ranks are connected to each other")
 
-        def open_nccl() -> Finding:
-            groups.append(dist.new_group(backend="nccl", timeout=timeout))
+        def open_own() -> Finding:
+            groups.append(dist.new_group(backend=own, timeout=timeout))
             return ok("made")
 
         def check(name: str, function: Callable[..., Finding], *args: Any) -> None:
@@ -280,13 +284,15 @@ class Examination:
         check("clocks", collectives.check_clocks, CPU)
         check("shared buckets", collectives.check_shared_memory, CPU)
         measure("Gloo", CPU)
-        if self._has_own_gpus and dist.is_nccl_available():
+        own = collectives.needed_backend()
+        if self._has_own_gpus and own and dist.is_backend_available(own):
+            name = own.upper()
             # Without this a late collective would end the process, and leave no
             # finding.
-            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-            self._together("NCCL group", open_nccl)
+            os.environ[f"TORCH_{name}_BLOCKING_WAIT"] = "1"
+            self._together(f"{name} group", open_own)
             index = ranks.index_of_gpu(launch.local_rank)
-            measure("NCCL", accelerator.device(index or 0))
+            measure(name, accelerator.device(index or 0))
         if not self._is_over:
             runner.attempt(dist.destroy_process_group)
 

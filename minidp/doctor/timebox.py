@@ -95,8 +95,10 @@ class Runner:
 
 
 def _why_late(name: str) -> str:
-    is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
-    # Only the first checks open connections; later ones use these.
+    # Only the first checks open connections; later ones use these. The backend of a
+    # device opens them with its first collectives.
+    what, _, backend = name.partition(", ")
+    is_first = "group" in what or "rendezvous" in what or backend not in ("", "Gloo")
     firewall = " does a firewall block the ports?" * is_first
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     busy = f" this machine is busy (load {load:.0f} on {cores} cores);" * (load > cores)

@@ -16,7 +16,11 @@ import torch.distributed as dist
 import minidp
 from minidp import accelerator
 from minidp.doctor.checks import ranks
-from minidp.doctor.checks.collectives import judge_all_reduce, judge_backends
+from minidp.doctor.checks.collectives import (
+    judge_all_reduce,
+    judge_backends,
+    needed_backend,
+)
 from minidp.doctor.checks.environment import (
     judge_gpus,
     judge_launch,
@@ -142,7 +146,7 @@ LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": ""}
 )
 def test_interface_of_gloo(wanted, host_address, several_hosts):
     env = {"GLOO_SOCKET_IFNAME": wanted}
-    options = {"several_hosts": several_hosts, "has_gpus": False}
+    options = {"several_hosts": several_hosts, "uses_nccl": False}
     return judge_interfaces(env, LAN, host_address, **options)
 
 
@@ -161,7 +165,7 @@ def test_interface_of_gloo(wanted, host_address, several_hosts):
 def test_interfaces_of_nccl(pattern, chosen):
     assert nccl_interfaces(pattern, ["lo", "docker0", "eth0", "ib0"]) == chosen
     env, options = {"NCCL_SOCKET_IFNAME": pattern}, {"several_hosts": False}
-    _, nccl = judge_interfaces(env, LAN, "", has_gpus=True, **options)
+    _, nccl = judge_interfaces(env, LAN, "", uses_nccl=True, **options)
     assert (nccl.status is FAILED) is not bool(chosen)
 
 
@@ -248,14 +252,21 @@ def test_threads(threads, processes):
 
 
 @judged(
-    ("gloo", True, False, OK, "gloo would be used"),
-    ("nccl", True, True, OK, "nccl would be used"),
-    ("nccl", False, True, FAILED, "built with nccl"),
-    ("gloo", False, False, FAILED, "built with gloo"),
+    ("gloo", True, OK, "gloo would be used"),
+    ("nccl", True, OK, "nccl would be used"),
+    ("xccl", True, OK, "xccl would be used"),
+    ("nccl", False, FAILED, "built with nccl"),
+    ("gloo", False, FAILED, "built with gloo"),
 )
-def test_backends(needed, is_there, has_gpus):
+def test_backends(needed, is_there):
     with mock.patch.object(dist, f"is_{needed}_available", return_value=is_there):
-        return judge_backends(has_gpus=has_gpus)
+        return judge_backends(needed)
+
+
+def test_a_device_without_a_backend(monkeypatch):
+    monkeypatch.setattr(accelerator, "kind", lambda: "meta")
+    assert needed_backend() == ""
+    says(judge_backends(""), FAILED, "none for meta")
 
 
 @judged(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp.accelerator import synchronize
+from minidp.accelerator import default_device, synchronize
 from minidp.comm import (
     Communicator,
 )
@@ -35,12 +35,25 @@ _SLOW = 12.5e6  # bytes per second: a network of 100 Mbit/s
 _MODULUS = 1021  # sums of small whole numbers are exact in float32
 
 
-def judge_backends(*, has_gpus: bool) -> Finding:
+def needed_backend() -> str:
+    """Return the backend that torch takes for this machine's devices, or for the CPU.
+
+    It is "" if there is none for this type of device.
+    """
+    try:
+        return str(dist.get_default_backend_for_device(default_device()))
+    except ValueError:
+        return ""
+
+
+def judge_backends(needed: str) -> Finding:
     """Judge whether this torch has the backend that is needed here."""
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    backends = [name for name in names if getattr(dist, f"is_{name}_available")()]
+    names = dict.fromkeys(["gloo", "nccl", "mpi", "ucc", "xccl", needed])
+    backends = [name for name in names if name and dist.is_backend_available(name)]
     found = f"this torch has {join(backends) or 'none'}"
-    needed = "nccl" if has_gpus else "gloo"
+    if not needed:
+        remedy = "install the package that brings the backend of this device"
+        return failed(f"{found}, and none for {default_device().type}", remedy)
     if needed not in backends:
         return failed(found, f"install a torch that was built with {needed}")
     return ok(f"{found}; {needed} would be used to train here")

@@ -102,9 +102,9 @@ def judge_interfaces(
     host_address: str,
     *,
     several_hosts: bool,
-    has_gpus: bool,
+    uses_nccl: bool,
 ) -> Iterator[Finding]:
-    """Judge which interfaces Gloo, and with GPUs NCCL, will use.
+    """Judge which interfaces Gloo, and perhaps NCCL, will use.
 
     An interface must exist, and with several hosts it must not be the loopback.
 
@@ -114,7 +114,7 @@ def judge_interfaces(
         host_address: The address of the host's own name, whose interface Gloo takes
             unless it is told another one.
         several_hosts: Whether the job has ranks on other hosts.
-        has_gpus: Whether NCCL will be used.
+        uses_nccl: Whether NCCL will be used.
     """
     here = f"this host has {join(addresses)}"
     wanted = env.get("GLOO_SOCKET_IFNAME", "")
@@ -137,7 +137,7 @@ def judge_interfaces(
         )
     else:
         yield ok(found)
-    if has_gpus:
+    if uses_nccl:
         pattern = env.get("NCCL_SOCKET_IFNAME", "")
         chosen = nccl_interfaces(pattern, list(addresses))
         why = f"NCCL_SOCKET_IFNAME={pattern}" if pattern else "not set"

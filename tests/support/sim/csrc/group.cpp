@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <iostream>
@@ -500,7 +501,7 @@ class Group final : public c10d::Backend {
     ++sequence_number_;
     const bool is_barrier = all.type == c10d::OpType::BARRIER;
     auto work = c10::make_intrusive<Work>(getRank(), all, health_, is_barrier);
-    const auto run = [start = all.start, gloo = gloos_.at(device), health = health_] {
+    const auto run = [start = all.start, gloo = communicator_of(device), health = health_] {
       if (!health->is_aborted) start(*gloo);
     };
     // Without the tensors of `all`, which must not live as long as the queue.
@@ -559,7 +560,18 @@ class Group final : public c10d::Backend {
     work.wait();
   }
 
-  const std::vector<BackendPtr> gloos_;  // of each device
+  // As with NCCL, ranks meet in the order in which they first use their devices, whatever the
+  // numbers of these are.
+  const BackendPtr& communicator_of(int device) {
+    std::lock_guard<std::mutex> lock(used_mutex_);
+    auto found = std::find(used_.begin(), used_.end(), device);
+    if (found == used_.end()) found = used_.insert(found, device);
+    return gloos_.at(found - used_.begin());
+  }
+
+  const std::vector<BackendPtr> gloos_;  // one communicator for each device
+  std::mutex used_mutex_;
+  std::vector<int> used_;  // devices, in the order of their first collectives
   const std::shared_ptr<Health> health_ = std::make_shared<Health>();
   Outstanding outstanding_;
   std::vector<int64_t> streams_;  // of each device

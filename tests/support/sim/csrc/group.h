@@ -10,7 +10,8 @@ namespace sim {
 // What the watchdog does with a collective that has taken too long. NCCL's ends the process.
 enum class OnTimeout { kEndProcess, kAbortGroup };
 
-// `gloos` has a group for each device: as with NCCL, each device has a communicator of its own.
+// `gloos` has a group for each device that a rank may use: as with NCCL, each has a communicator of
+// its own.
 c10::intrusive_ptr<c10d::Backend> make_group(
     std::vector<c10::intrusive_ptr<c10d::Backend>> gloos, std::chrono::milliseconds timeout);
 void set_on_timeout(OnTimeout action);
