@@ -46,7 +46,7 @@ _LAMBDAS = "lr_lambdas"  # LambdaLR's and MultiplicativeLR's
 def find_schedulers(
     optimizers: Iterable[Optimizer], survey: Survey
 ) -> dict[Optimizer, list[LRScheduler]]:
-    """Return the schedulers of each optimizer that has some, inner ones of others too."""
+    """Return the schedulers of each optimizer that has some, with those inside them."""
     scheduled = {id(optimizer): optimizer for optimizer in optimizers}
     found: dict[Optimizer, list[LRScheduler]] = defaultdict(list)
     for scheduler in survey.of(LRScheduler) if scheduled else ():
