@@ -140,7 +140,7 @@ def _side_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-def aside(device: torch.device) -> AbstractContextManager[object]:
+def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return a context on a stream of our own, which holds up no stream of the user."""
     ours = _side_stream(device)
     # A new object for the same stream: a context that two threads enter mixes them up.

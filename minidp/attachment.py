@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .core import ItemTotals, is_captured, untraced_itself
+from .core import ItemTotals, is_exporting, untraced_itself
 from .data_parallel import DataParallel
 from .errors import UnavailableError
 from .guard import is_averaged
@@ -200,7 +200,7 @@ class Detour:
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the wrapper, or where that is to be skipped, the model's own forward."""
-        if self.through is not None and not self.depth.now and not is_captured():
+        if self.through is not None and not self.depth.now and not is_exporting():
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
 

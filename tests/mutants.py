@@ -159,8 +159,8 @@ MUTANTS = [
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
-        "if not left:\n            pending.complete(number)",
-        "if left <= 1:\n            pending.complete(number)",
+        "if not left:\n            pending.mark_bucket_ready(number)",
+        "if left <= 1:\n            pending.mark_bucket_ready(number)",
     ),
     Mutant(
         "a comm hook's result is divided",

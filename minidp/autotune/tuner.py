@@ -184,7 +184,7 @@ class Measurement:
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()
-        watch.enter(StepEvent.FORWARD_BEGIN)
+        watch.on_step_event(StepEvent.FORWARD_BEGIN)
         return watch
 
     def stop(self) -> None:

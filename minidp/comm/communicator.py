@@ -202,7 +202,7 @@ class InFlight:
         if self.end is None and not isinstance(self.work, FutureWork):
             assert self.work is not None
             assert self.device is not None
-            with accelerator.aside(self.device):
+            with accelerator.on_side_stream(self.device):
                 self.work.get_future().wait()  # only the stream waits
                 self.waited_for()
 
@@ -217,7 +217,7 @@ class InFlight:
                 return False
             assert self.device is not None
             try:
-                with accelerator.aside(self.device):
+                with accelerator.on_side_stream(self.device):
                     self.work.future.wait()
                     self.waited_for()
             except Exception:  # the hook has failed, of which its waiter hears

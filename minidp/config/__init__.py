@@ -23,7 +23,7 @@ from .overrides import (
     RUN,
     VARIABLES,
     add_options,
-    aside,
+    hint_from_outside,
     misspelt,
     note_swapped,
     numbered,
@@ -37,6 +37,12 @@ from .overrides import (
 __all__ = ["AUTO", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
 __all__ += ["VARIABLES"]
 __all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
-__all__ += ["AverageOver", "SavedLayout", "Unsynced", "add_options", "aside"]
+__all__ += [
+    "AverageOver",
+    "SavedLayout",
+    "Unsynced",
+    "add_options",
+    "hint_from_outside",
+]
 __all__ += ["bucket_caps", "misspelt", "note_swapped", "numbered", "passing"]
 __all__ += ["read_environment", "replacements", "setting", "variables"]

@@ -346,7 +346,7 @@ def passing(**option: object) -> str:
     return _from_outside(OPTIONS[name], value) or f"pass {name}={value!r}"
 
 
-def aside(**option: object) -> str:
+def hint_from_outside(**option: object) -> str:
     """Return " (here: HOW)" if the option has to be passed from outside, else ""."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)

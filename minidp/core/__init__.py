@@ -26,7 +26,7 @@ parameters to buckets::
     grad_hooks     * receive each gradient from autograd; which ones have arrived
     phase          * phases of a reducer
     local_backwards  when a backward that reduces nothing begins and ends
-    expected       * which gradients a backward must bring: one class per mode
+    modes          * which gradients a backward must bring: one class per mode
     rebuild          the layout that follows rank 0's ready order
     reducer        * arm, open, launch full buckets, finish
 
@@ -37,29 +37,29 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
 from .autograd import (
     NO_TASK,
     any_reached,
-    captured,
     current_task,
     find_tensors,
-    is_captured,
+    is_exporting,
     is_rpc_up,
-    outside,
     probe_outputs,
     reachable_nodes,
+    returned_to_caller,
     untraced,
     untraced_itself,
+    without_user_modes,
     zeros_for,
 )
 from .averaging import Averaging
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
-from .expected import EveryParameter, mode_for
 from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals
 from .item_numbers import is_known, weighted
 from .ledger import Ledger
-from .observer import Observer, Observers, Recording
+from .modes import EveryParameter, mode_for
+from .observer import Observer, Observers, RecorderObserver
 from .phase import Phase
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Reducer
@@ -77,22 +77,28 @@ __all__ += [
     "Observers",
     "Phase",
     "RebuildPolicy",
-    "Recording",
+    "RecorderObserver",
     "Reducer",
 ]
 __all__ += [
     "any_reached",
-    "captured",
     "current_task",
     "decode_layout",
     "encode_layout",
     "find_tensors",
-    "is_captured",
+    "is_exporting",
     "is_known",
     "is_rpc_up",
     "layout_after",
     "mode_for",
     "probe_outputs",
+    "returned_to_caller",
 ]
-__all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "weighted"]
+__all__ += [
+    "reachable_nodes",
+    "untraced",
+    "untraced_itself",
+    "weighted",
+    "without_user_modes",
+]
 __all__ += ["zeros_for"]

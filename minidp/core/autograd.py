@@ -51,7 +51,9 @@ _TRANSFORMS = _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerFrontMode)
 _TRANSFORMS |= _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerBackMode)
 
 
-def outside(*, keeps_inference: bool = False) -> AbstractContextManager[None]:
+def without_user_modes(
+    *, keeps_inference: bool = False
+) -> AbstractContextManager[None]:
     """Return a block outside of what the user has entered, for tensors of our own.
 
     Inside a default device, a function or dispatch mode (`FakeTensorMode`), a transform
@@ -67,12 +69,12 @@ def outside(*, keeps_inference: bool = False) -> AbstractContextManager[None]:
         or _C._functorch.peek_interpreter_stack() is not None
         or (_C.is_inference_mode_enabled() and not keeps_inference)
     ):
-        return _outside(keeps_inference=keeps_inference)
+        return _without_user_modes(keeps_inference=keeps_inference)
     return _NOWHERE
 
 
 @contextmanager
-def _outside(*, keeps_inference: bool) -> Iterator[None]:
+def _without_user_modes(*, keeps_inference: bool) -> Iterator[None]:
     with (
         _C.DisableTorchFunction(),
         _C._DisableTorchDispatch(),
@@ -160,7 +162,7 @@ def unreachable(
     return {i for i in among if nodes[i] not in reached} if reached else set()
 
 
-def captured(nodes: Sequence[Node]) -> list[int]:
+def returned_to_caller(nodes: Sequence[Node]) -> list[int]:
     """Return the indices of parameters whose gradients go to the caller.
 
     `torch.autograd.grad` returns ("captures") gradients and leaves ``.grad`` alone, so
@@ -196,7 +198,7 @@ def any_reached(leaves: Iterable[Tensor]) -> bool:
         node = view.grad_fn.next_functions[0][0]
         assert node is not None
         nodes.append(node)
-    return bool(captured(nodes)) or (
+    return bool(returned_to_caller(nodes)) or (
         current_task() != NO_TASK and any(map(_C._will_engine_execute_node, nodes))
     )
 
@@ -292,7 +294,7 @@ def untraced_itself(function: Function) -> Function:
     return _mark(function, _FrameAction.DEFAULT)
 
 
-def is_captured() -> bool:
+def is_exporting() -> bool:
     """Return whether ``torch.export`` or ``torch.jit.trace`` runs this thread's code.
 
     What they capture is a program without ranks, in which nothing may be synchronised.

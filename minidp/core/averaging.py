@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from minidp import comm
-from minidp.hooks import CommHook, Turn
+from minidp.hooks import BucketInfo, CommHook
 from minidp.layout import Layout
 from minidp.shared_memory import SharedBuffer, share
 
@@ -98,9 +98,9 @@ class Averaging:
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
-    def turn(self, number: int, *, is_last: bool) -> Turn:
+    def bucket_info(self, number: int, *, is_last: bool) -> BucketInfo:
         """Return what a comm hook is told about a bucket."""
-        return Turn(number, is_last, self.divisor, self._communicator.group)
+        return BucketInfo(number, is_last, self.divisor, self._communicator.group)
 
     def factors_of(self, divisor: int) -> DivideFactors:
         """Return where to divide by this number."""

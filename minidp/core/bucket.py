@@ -70,11 +70,11 @@ def _traced(
             if not (self.observers.is_timed or is_profiling()):
                 return method(self, *args, **options)
             if before is not None:
-                self.observers.note(before, self.plan.number)
+                self.observers.on_bucket_event(before, self.plan.number)
             with label(doing, self.plan.number):
                 result = method(self, *args, **options)
             if after is not None:
-                self.observers.note(after, self.plan.number)
+                self.observers.on_bucket_event(after, self.plan.number)
             return result
 
         return cast("Method", with_events)
@@ -113,7 +113,7 @@ class Bucket(ABC):
         self.shared: SharedBuffer | None = None  # the buffer, if all ranks map it
         # What averages are multiplied by, once: by the work, the extension or
         # `_rescale`. Each backward sets it anew (`Averaging.scale`).
-        self.factor: float | Tensor = 1.0
+        self.scale: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
         """Copy a gradient to slot ``k`` and return COPIED, or return it for later.
@@ -179,8 +179,8 @@ class Bucket(ABC):
         with self.on_stream(), communicator.watching(doing, number):
             communicator.refuse_in_vain()
             if hook is not None:
-                turn = averaging.turn(number, is_last=is_last)
-                shown = GradBucket(self.plan, self.payload, self.params, turn)
+                info = averaging.bucket_info(number, is_last=is_last)
+                shown = GradBucket(self.plan, self.payload, self.params, info)
                 self.work = hook.start(shown, self.names, communicator.rank)
             elif self.shared is None:
                 self.work = comm.all_reduce(self.payload, communicator.group)
@@ -188,7 +188,7 @@ class Bucket(ABC):
                 self.work = self.shared.all_reduce()
             communicator.note_started(self.work, self.plan.device)
         if self.observers.is_timed:
-            done = partial(self.observers.note, Moment.DONE, number)
+            done = partial(self.observers.on_bucket_event, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:

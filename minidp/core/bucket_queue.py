@@ -67,8 +67,8 @@ class BucketQueue:
         self.used_map = UsedMap(*common)
         # What forwards reach, and what `sync_gradients()` finds in ``.grad``.
         self.reach_map = UsedMap(*common, uses_forward_group=True)
-        self.given_map = UsedMap(*common, uses_forward_group=True)
-        maps = self.used_map, self.reach_map, self.given_map
+        self.present_map = UsedMap(*common, uses_forward_group=True)
+        maps = self.used_map, self.reach_map, self.present_map
         self.exchanges: list[Exchange] = [each.exchange for each in maps]
         self._params = params
         self.specs = specs
@@ -170,7 +170,7 @@ class BucketQueue:
             observer.finishing(applies_grads=bool(steppers))
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                with self.store.lent(bucket.params):
+                with self.store.as_grads(bucket.params):
                     self._finish(bucket, untouched)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
@@ -183,7 +183,7 @@ class BucketQueue:
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
         """Wait for a bucket, and write its averages to ``.grad``."""
-        bucket.factor = self.averaging.scale
+        bucket.scale = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
         if not kept and isinstance(bucket, DenseBucket) and bucket.shared:

@@ -260,7 +260,7 @@ class DenseBucket(Bucket):
             shared: The buffer of this bucket, whose `into` is set.
         """
         native = None if self._tracked else self.native
-        takes = native and self._arrived and native.offer_tiles(self.factor)
+        takes = native and self._arrived and native.offer_tiles(self.scale)
         shared.into = native if takes else None
 
     def write_averages(self, kept: Slots) -> None:  # noqa: D102
@@ -268,7 +268,7 @@ class DenseBucket(Bucket):
             self.streams.use_buffer(self.payload)
             # The stream that has flattened the bucket has made them.
             accelerator.use_here(*self._saved.values(), *self._tracked.values())
-        if self._as_view or isinstance(self.factor, Tensor):
+        if self._as_view or isinstance(self.scale, Tensor):
             self._rescale()  # else the extension may multiply on the way
         for k in kept:
             if k in self._saved:
@@ -282,11 +282,11 @@ class DenseBucket(Bucket):
             self._release()
 
     def _rescale(self) -> None:
-        """Multiply all averages by `factor`, and set it to 1, so that it acts once."""
-        factor, self.factor = self.factor, 1.0
-        if isinstance(factor, Tensor) or factor != 1.0:
-            kernels.rescale(self.payload, factor)
-            self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
+        """Multiply all averages by `scale`, and set it to 1, so that it acts once."""
+        scale, self.scale = self.scale, 1.0
+        if isinstance(scale, Tensor) or scale != 1.0:
+            kernels.rescale(self.payload, scale)
+            self._tracked = {k: grad * scale for k, grad in self._tracked.items()}
 
     def _write_natively(self, kept: Slots) -> bool:
         """Write all averages by the extension; return False if Python has to do it."""
@@ -294,10 +294,10 @@ class DenseBucket(Bucket):
             return False
         if not kept and not self._tracked and self._arrived:
             with suppress(RuntimeError):  # a gradient overlaps itself
-                if self.native.unflatten(self._arrived, scale=self.factor):
+                if self.native.unflatten(self._arrived, scale=self.scale):
                     return True
             if self.native.is_scaled:  # `wait` has multiplied, but could not write
-                self.factor = 1.0
+                self.scale = 1.0
         self.native.forget_tiles()
         return False
 

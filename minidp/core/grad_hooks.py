@@ -1,18 +1,18 @@
 """Receive each gradient from the autograd engine, and record which have arrived.
 
 `GradTable` is the storage: one entry per parameter, one counter per bucket. The usual
-grad hook writes it directly, and knows one mark: where the entry is UNSET, it records
-the gradient. At any other mark it first asks the reducer (`Reducer.admit`). Outside of
-a synchronised backward every entry is CLOSED. So the reducer hears of the first
-gradient of a backward, which opens it, and of each gradient of a local backward.
-`PendingGrads` opens and closes a backward, pauses one that another backward will
-complete, and records what needs more than an entry::
+grad hook writes it directly, and knows one state: where the entry is UNSET, it records
+the gradient. At any other it first asks the reducer (`Reducer.admit`). Outside of a
+synchronised backward every entry is CLOSED. So the reducer hears of the first gradient
+of a backward, which opens it, and of each gradient of a local backward. `PendingGrads`
+opens and closes a backward, pauses one that another backward will complete, and records
+what needs more than an entry::
 
     hook of a small gradient    entry, ready order, count
-    hook of a large gradient    PendingGrads.arrive: copy (BucketQueue.copy_now), entry,
-                                ready order, count
-    reducer (VIA_REDUCER)       the same, and tell observers
-    the bucket's last one       PendingGrads.complete, from each of them
+    hook of a large gradient    PendingGrads.mark_ready: copy (BucketQueue.copy_now),
+                                entry, ready order, count
+    reducer (VIA_REDUCER)       tell observers, and the same
+    the bucket's last one       PendingGrads.mark_bucket_ready, from each of them
 
 Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
@@ -66,7 +66,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
     """Return the hook that records a small gradient, which is the hot path.
 
     It copies nothing. After the last gradient of a bucket it calls
-    `PendingGrads.complete`.
+    `PendingGrads.mark_bucket_ready`.
 
     To save time, names are bound beforehand instead of being looked up as attributes,
     and all parameters share one function, which is bound to their index, because a
@@ -85,7 +85,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
         number = bucket_of[i]
         num_left[number] = left = num_left[number] - 1  # no call: no thread switch
         if not left:
-            pending.complete(number)
+            pending.mark_bucket_ready(number)
 
     return grad_hook
 
@@ -97,7 +97,7 @@ def _large_hook(pending: PendingGrads) -> GradHook:
     @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is unset or _admits(reducer, i):
-            pending.arrive(i)
+            pending.mark_ready(i)
 
     return grad_hook
 
@@ -203,10 +203,10 @@ def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
         # its native hooks go on, those on other threads leave the gradient to Python.
         if table.is_owner():
             return True
-        reducer.pending.arrive(i)
+        reducer.pending.mark_ready(i)
         return False
 
-    on_full = untraced(lambda number: reducer.pending.complete(number))
+    on_full = untraced(lambda number: reducer.pending.mark_bucket_ready(number))
     unset, copied = GradState.UNSET, GradState.COPIED
     table = library.GradTable(params, tuple(GradState), unset, copied, (on_full, admit))
     table.entries[:] = [GradState.CLOSED] * len(params)
@@ -263,18 +263,18 @@ class PendingGrads:
     # -- a backward begins, ends, or is interrupted ------------------------------------
 
     def open(
-        self, usual: GradState, marks: Mapping[int, GradState], divisor: int
+        self, usual: GradState, special: Mapping[int, GradState], divisor: int
     ) -> None:
         """Begin a backward, in which nothing has arrived so far.
 
         Args:
-            usual: The entry that a parameter begins with, unless ``marks`` has one.
-            marks: The entries that differ from that, by index.
+            usual: The entry that a parameter begins with, unless ``special`` has one.
+            special: The entries that differ from that, by index.
             divisor: By what C++ hooks divide the gradients that they copy.
         """
         entries = [usual] * len(self.entries)
-        for i, mark in marks.items():
-            entries[i] = mark
+        for i, state in special.items():
+            entries[i] = state
         if self.native is not None:
             self.native.scale = 1.0 / divisor
         self.table.refill()
@@ -311,31 +311,31 @@ class PendingGrads:
 
     # -- a gradient arrives, or does not -----------------------------------------------
 
-    def arrive(self, i: int) -> None:
-        """Record the gradient of parameter ``i``, copied to its bucket if possible.
+    def mark_ready(self, i: int, *, is_external: bool = False) -> None:
+        """Record a gradient that arrived, as the next one in ready order.
 
-        One that was filled in before is recorded without a copy.
+        It is copied to its bucket if possible. If that is full now, it is marked ready,
+        too. A gradient that was filled in before leaves `filled`, and is neither copied
+        nor counted again.
+
+        Args:
+            i: The index of the parameter.
+            is_external: Whether the gradient is not in ``.grad`` (`GradStore`). Then it
+                is only counted, and `reread` finds it when the bucket is full.
         """
-        entry: Entry = self._params[i].grad
-        if isinstance(entry, Tensor) and i not in self.filled:
+        entry: Entry = None if is_external else self._params[i].grad
+        was_missing = i in self.filled
+        if isinstance(entry, Tensor) and not was_missing:
             entry = self.reducer.queue.copy_now(i, entry)
-        self.record(i, entry)
-
-    def record(self, i: int, entry: Entry) -> None:
-        """Record the entry of a gradient that arrived, as the next one in ready order.
-
-        If its bucket is full by that, it is completed. If the gradient was filled in
-        before, it leaves `filled`, and is not counted again.
-        """
         self.table.note_ready(i)
-        if i in self.filled:
+        if was_missing:
             self.filled.discard(i)
             self.entries[i] = entry
         else:
-            self._settle(i, entry)
+            self._set_entry(i, entry)
 
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
-        """Fill in a gradient that is missing, and complete its bucket if it is full.
+        """Fill in a gradient that is missing. Its bucket may be ready by that.
 
         Args:
             i: The index of the parameter.
@@ -344,16 +344,16 @@ class PendingGrads:
         """
         self.filled.add(i)
         if travels:
-            self._settle(i, self._params[i].grad)
+            self._set_entry(i, self._params[i].grad)
         else:
             self.entries[i] = None
 
-    def _settle(self, i: int, entry: Entry) -> None:
+    def _set_entry(self, i: int, entry: Entry) -> None:
         self.entries[i] = entry
         if not self.table.count_down(i):
-            self.complete(self.bucket_of[i])
+            self.mark_bucket_ready(self.bucket_of[i])
 
-    def complete(self, number: int) -> None:
+    def mark_bucket_ready(self, number: int) -> None:
         """Give a full bucket to the reducer, with the streams of C++ hooks."""
         if self.native is not None and self._has_streams:
             self.written_on[number].update(self.native.take_streams(number))

@@ -21,7 +21,7 @@ class GradStore:
     `minidp.data_parallel.dist_autograd` has the other one.
     """
 
-    is_elsewhere = False  # this reduction's gradients are not in ``.grad``
+    is_external = False  # this reduction's gradients are not in ``.grad``
 
     def note_forward(self) -> None:
         """Note that a synchronising forward has ended."""
@@ -34,7 +34,7 @@ class GradStore:
         return False
 
     def open(self, i: int) -> None:
-        """Begin a reduction, in the hook of parameter ``i``, and set `is_elsewhere`."""
+        """Begin a reduction, in the hook of parameter ``i``, and set `is_external`."""
 
     def resume(self, i: int) -> None:
         """Go on with a paused reduction, in the hook of parameter ``i``.
@@ -44,7 +44,7 @@ class GradStore:
                 one before.
         """
 
-    def lent(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def as_grads(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Return a context in which ``.grad`` has the gradients of this reduction.
 
         After it the parameters have their former ``.grad``, and the store has what was

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from minidp.accelerator import After, Download, aside, use_here
+from minidp.accelerator import After, Download, on_side_stream, use_here
 from minidp.comm import Communicator
 
 from .autograd import untraced
@@ -232,7 +232,7 @@ class ItemCounts(Observer):
         )
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def counting_zero(self) -> Iterator[None]:
         """Return a context in which this rank has 0 items; its own stay for later."""
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0)])
@@ -303,7 +303,7 @@ class ItemCounts(Observer):
             return
         # The counts are there long before the last gradient. A stream of our own brings
         # them to the host, so that `check` does not wait for the rest of the backward.
-        with aside(self._device):
+        with on_side_stream(self._device):
             self._facts = facts = self.exchange.take().view(-1, 3)
             self._late = Download(facts)
             arrived = After(self._device)

@@ -27,9 +27,9 @@ class LocalBackwards:
         If its backward will be local, its output is hooked, to see that begin.
         """
         if will_reduce:
-            self._observers.enter(StepEvent.FORWARD_END)
+            self._observers.on_step_event(StepEvent.FORWARD_END)
         elif self._observers.is_timed:
-            self._observers.enter(StepEvent.LOCAL_FORWARD_END)
+            self._observers.on_step_event(StepEvent.LOCAL_FORWARD_END)
             autograd.probe_outputs(output, self.begin)
 
     @autograd.untraced
@@ -43,9 +43,9 @@ class LocalBackwards:
         is_new = self._observers.is_timed and autograd.current_task() != self._task
         if is_new and self._phase.is_idle:
             self._task = autograd.current_task()
-            self._observers.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
+            self._observers.on_step_event(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)
 
     @autograd.untraced
     def _end(self) -> None:
-        self._observers.enter(StepEvent.LOCAL_BACKWARD_END)
+        self._observers.on_step_event(StepEvent.LOCAL_BACKWARD_END)

@@ -1,13 +1,13 @@
 """What a feature sees of a reduction, and where it may act.
 
-Averages over items, the comparison of replicas, the optimizer guard, steps inside the
-backward, the search for a layout, recordings, the watch of speed and torchft are
-observers. The core calls them in the order of `BucketQueue.observers`. It knows one of
-them by name, `ItemCounts`, because the divisor depends on it. These are the moments of
-a reduction, in order, and the methods that call::
+What is not needed by every training is an observer. The core calls the observers in the
+order of `BucketQueue.observers`. It knows one of them by name, `ItemCounts`, because
+the divisor depends on it. These are the moments of a reduction, in order, and the
+methods that call::
 
     begins      the first gradient of a backward is here, and     Reducer._open
-                nothing is set up yet: neither divisor nor hook
+                the phase is REDUCING; divisor, comm hook and
+                entries are still those of the last backward
     launching   the first bucket is about to be launched          BucketQueue.launch_due
     finishing   the backward is over: all buckets are launched,   BucketQueue.finish
                 and none was waited for
@@ -23,13 +23,33 @@ and begin with `launching`. If a reduction fails, the calls that are left are no
 Two calls are about backwards that do not reduce. `added_locally` tells of each gradient
 that comes while no reduction is open; its hook makes the call (`Reducer.admit`).
 `ended_without_gradients` tells of a backward that should have reduced, but called none
-of our hooks; it comes at the end of that backward (`Reducer.end_now`).
+of our hooks; it comes at the end of that backward (`Reducer.on_backward_end`).
 
 Whoever only wants to know when things happen has `sees_times`. It gets the events that
-`minidp.trace` lists: those of a bucket by `happened`, those of a step by `enter`. They
-are sent from hot code, which asks `Observers.is_timed` first, because even a call for
-nobody costs time. Not all of them come from the core: the wrapper sends where its
-forward begins, and the guard where an optimizer steps.
+`minidp.trace` lists: those of a bucket by `on_bucket_event`, those of a step by
+`on_step_event`. What runs for each gradient or bucket asks `Observers.is_timed` first,
+because even a call for nobody costs time. Not all events come from the core: the
+wrapper sends where its forward begins, and the guard where an optimizer steps.
+
+Who observes what:
+
+======================  ================  ==============================================
+class                   room              methods
+======================  ================  ==============================================
+ItemCounts              core              launching, finishing, abandon
+StepInBackward          data_parallel     reduced, finished
+AutotunePolicy          autotune          finished: counts backwards between trials
+LocalActs               guard             added_locally, ended_without_gradients,
+                                          finished, abandon
+_AskInBackward          guard             begins, once: asks other ranks, by the store
+_LookAgain              guard             finished, once: for parameters that joined
+ReplicaCheck            replica           finished, where a comparison is due
+_PlantedOptimizers      torch_compat      reduced, finished
+LogsUnused              torch_compat      finished
+_ByContributors         torchft           finished; it is the reducer's `Averaging`, too
+Stopwatch, SpeedWatch   overlap, speed    on_bucket_event, on_step_event
+RecorderObserver        core              on_bucket_event
+======================  ================  ==============================================
 """
 
 from __future__ import annotations
@@ -53,11 +73,15 @@ class Observer:
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
     sees_local_grads = False  # gets `added_locally`
-    sees_times = False  # gets `happened` and `enter`
-    sees_gradients = False  # and in `happened` each gradient, which slows down its hook
+    sees_times = False  # gets `on_bucket_event` and `on_step_event`
+    # `on_bucket_event` also gets each gradient; this makes grad hooks slower.
+    sees_gradients = False
 
     def begins(self) -> None:
-        """Note that a synchronised backward begins: its first gradient has come."""
+        """Note that a synchronised backward begins: its first gradient has come.
+
+        The other ranks may be anywhere, so no collective may be started here.
+        """
 
     def launching(self) -> None:
         """Note that this backward's first bucket is about to be launched.
@@ -108,7 +132,7 @@ class Observer:
     def abandon(self) -> None:
         """Forget the reduction that runs, without waiting for other ranks."""
 
-    def happened(self, moment: Moment, index: int) -> None:
+    def on_bucket_event(self, moment: Moment, index: int) -> None:
         """Note an event of a bucket or of one gradient, on any thread.
 
         It is called only if `sees_times`. PARAM_READY needs `sees_gradients`, too.
@@ -120,7 +144,7 @@ class Observer:
             index: The number of the bucket, or with PARAM_READY the parameter's index.
         """
 
-    def enter(self, event: StepEvent) -> None:
+    def on_step_event(self, event: StepEvent) -> None:
         """Note an event of the step, on the thread where it happens.
 
         It is called only if `sees_times`.
@@ -150,22 +174,22 @@ class Observers:
         """Remove an observer; do nothing if it is not among them."""
         self._set(tuple(each for each in self.everybody if each is not observer))
 
-    def note(self, moment: Moment, index: int, *_future: object) -> None:
+    def on_bucket_event(self, moment: Moment, index: int, *_future: object) -> None:
         """Tell observers of an event of a bucket or of a gradient.
 
         As the callback of a future it gets the future, too, and ignores it.
         """
         is_gradient = moment is Moment.PARAM_READY
         for each in self._of_gradients if is_gradient else self._timed:
-            each.happened(moment, index)
+            each.on_bucket_event(moment, index)
 
-    def enter(self, event: StepEvent) -> None:
-        """Tell observers of an event of the step."""
+    def on_step_event(self, event: StepEvent) -> None:
+        """Tell observers of an event of the step, if any of them `sees_times`."""
         for each in self._timed:
-            each.enter(event)
+            each.on_step_event(event)
 
 
-class Recording(Observer):
+class RecorderObserver(Observer):
     """The observer that records events for `DataParallel.set_recorder`."""
 
     sees_times = sees_gradients = True
@@ -174,6 +198,6 @@ class Recording(Observer):
         self._recorder = recorder
         self._ledger = ledger
 
-    def happened(self, moment: Moment, index: int) -> None:
+    def on_bucket_event(self, moment: Moment, index: int) -> None:
         """Record the event, with the number of the backward."""
         self._recorder.record(moment, index, self._ledger.finalized)

@@ -2,17 +2,17 @@
 
 ::
 
-    arm            a synchronising forward ended                        data_parallel
-    admit          a gradient that no hook may record by itself: the    grad hook
-                   first of a backward, a local one, a second one ...
-    on_full        flatten a bucket, launch full ones in index order    grad hook
-    end_now        the backward ended: complete it, or enter PAUSED     end of task
-    _finalize      wait, copy out, close                                end of task
+    arm              a synchronising forward ended                      data_parallel
+    admit            a gradient that no hook may record by itself: the  grad hook
+                     first of a backward, a local one, a second one ...
+    on_full          flatten a bucket, launch full ones in index order  grad hook
+    on_backward_end  the backward ended: complete it, or enter PAUSED   end of task
+    _finalize        wait, copy out, close                              end of task
 
 `on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
-at the outputs of the forward, or the first hook, queues `end_now`: it finds a backward
-that ends although buckets are missing, and else does nothing. The phases are drawn in
-`phase`.
+at the outputs of the forward, or the first hook, queues `on_backward_end`: it finds a
+backward that ends although buckets are missing, and else does nothing. The phases are
+drawn in `phase`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from . import autograd
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived
-from .expected import Arrival, Decision, mode_for
 from .grad_hooks import GradHooks, PendingGrads
 from .ledger import Ledger
 from .local_backwards import LocalBackwards
+from .modes import Arrival, Decision, mode_for
 from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -116,7 +116,7 @@ class Reducer:
         self._wrong_versions: list[int] = []
         self.queue = BucketQueue(self.params, specs, config, communicator, self.ledger)
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
-        self.expected = mode_for(len(params), config)
+        self.mode = mode_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
         self.pending = PendingGrads(self.params, weakref.proxy(self))
         self.pending.adopt(self.queue.buckets)
@@ -125,10 +125,11 @@ class Reducer:
         # Autograd has one thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
-        # By graph task, the call of `end_now` at its end; dead if the backward raised.
+        # By graph task, the call of `on_backward_end` at its end. It is dead if the
+        # backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self.is_manual = False  # `finalize_now` ends a backward, not autograd
-        self._probe = functools.partial(_expect_end, weakref.ref(self))
+        self._probe = functools.partial(_queue_end_callback, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
         # Reducers of the same parameters, in other wrappers, with these parameters.
         self._neighbours: list[tuple[weakref.ref[Reducer], set[torch.Tensor]]] = []
@@ -160,10 +161,10 @@ class Reducer:
         """
         self.phase.enter(Phase.ARMED)
         self.queue.store.note_forward()
-        self.expected.saw_outputs(output, self.hooks.nodes)
-        if self.expected.shares_reach:
-            reached = self.expected.reached(self.ledger.used_locally)
-            with autograd.outside():
+        self.mode.saw_outputs(output, self.hooks.nodes)
+        if self.mode.shares_reach:
+            reached = self.mode.reached(self.ledger.used_locally)
+            with autograd.without_user_modes():
                 self.queue.reach_map.relaunch(reached)
         autograd.probe_outputs(output, self._probe)
 
@@ -181,7 +182,7 @@ class Reducer:
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace the buckets. With ``shares`` all ranks must call it together."""
         self.free_buckets()  # before new ones take memory
-        with autograd.outside():
+        with autograd.without_user_modes():
             self.queue.adopt(layout, shares=shares)
         self.pending.adopt(self.queue.buckets)
 
@@ -214,7 +215,7 @@ class Reducer:
                 self._note_local(i)
                 return False
             if self.phase.now is not Phase.REDUCING and not _running(self._tasks):
-                self.expect_end()
+                self.queue_end_callback()
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
@@ -223,7 +224,7 @@ class Reducer:
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
                 return True
-            self._take(i)
+            self._ask_mode(i)
         return False
 
     def _note_local(self, i: int) -> None:
@@ -236,19 +237,20 @@ class Reducer:
     def _has_gradient(self, i: int) -> bool:
         return self.params[i].grad is not None or self.queue.store.has_gradient(i)
 
-    def _take(self, i: int) -> None:
+    def _ask_mode(self, i: int) -> None:
+        """Let the mode decide what to do with a gradient, and do it."""
         queue, pending = self.queue, self.pending
         number = pending.bucket_of[i]
         arrival = Arrival(
             i,
             pending.entries[i],
-            is_filled=i in pending.filled,
-            is_filling=queue.buckets[number].state is BucketState.FILLING,
+            was_missing=i in pending.filled,
+            bucket_is_open=queue.buckets[number].state is BucketState.FILLING,
             is_skipped=number in queue.skipped,
         )
-        decision = self.expected.decide(arrival)
+        decision = self.mode.decide(arrival)
         if decision is Decision.RECORD:
-            self._record(i)
+            self._mark_ready(i)
         elif decision is Decision.COUNT_TO_LAST:
             pending.entries[i] = GradState.VIA_REDUCER
         elif decision is Decision.NOTE:
@@ -257,7 +259,7 @@ class Reducer:
         elif decision is Decision.UNREACHED:
             raise GradientError(unreached(self.rank, self.names[i]))
         elif decision is Decision.REFUSE:
-            raise self.expected.twice(self.rank, self.names[i])
+            raise self.mode.twice(self.rank, self.names[i])
 
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of the first gradient.
@@ -265,42 +267,38 @@ class Reducer:
         Gradients that this rank predicts to be missing are filled in at once, which may
         launch buckets. It may wait for what other ranks say they have reached.
         """
-        queue, expected = self.queue, self.expected
+        queue, mode = self.queue, self.mode
         self.phase.enter(Phase.REDUCING)
         for observer in queue.observers.everybody:
             observer.begins()
         queue.store.open(first)
-        queue.start(shares_reach=expected.shares_reach)
+        queue.start(shares_reach=mode.shares_reach)
         config = queue.config
         # Torch allocates a lazy bucket when its first gradient comes, and those that
         # are there then are divided, while others are multiplied by the reciprocal.
         is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
-        sees_all = (
-            queue.observers.sees_gradients or queue.store.is_elsewhere or is_exact
-        )
+        sees_all = queue.observers.sees_gradients or queue.store.is_external or is_exact
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         at_once = (*self.hooks.hooked_by_others(), *self.pending.left_to_reducer)
-        marks = dict.fromkeys(at_once, GradState.VIA_REDUCER)
-        if expected.counts_arrivals:
-            marks |= expected.first_marks()
+        special = dict.fromkeys(at_once, GradState.VIA_REDUCER)
+        if mode.counts_arrivals:
+            special |= mode.first_entries()
         # Not in two steps: hooks on other threads read entries without the lock.
-        self.pending.open(usual, marks, queue.averaging.factors.pre)
-        for i in expected.absent:
+        self.pending.open(usual, special, queue.averaging.factors.pre)
+        for i in mode.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)
 
-    def _record(self, i: int) -> None:
-        """Record a gradient, tell observers of it, and complete its bucket if full."""
+    def _mark_ready(self, i: int) -> None:
+        """Record a gradient that its hook does not record, and tell observers of it."""
         pending, queue = self.pending, self.queue
-        queue.observers.note(Moment.PARAM_READY, i)
-        number = pending.bucket_of[i]
-        num_filled = sum(pending.bucket_of[j] == number for j in pending.filled)
-        if pending.num_left[number] + num_filled == len(queue.buckets[number].params):
-            queue.observers.note(Moment.FIRST_GRADIENT, number)
-        if queue.store.is_elsewhere:  # `on_full` reads it
-            pending.record(i, None)
-        else:
-            pending.arrive(i)
+        if queue.observers.is_timed:
+            queue.observers.on_bucket_event(Moment.PARAM_READY, i)
+            number = pending.bucket_of[i]
+            filled = sum(pending.bucket_of[j] == number for j in pending.filled)
+            if pending.num_left[number] + filled == len(queue.buckets[number].params):
+                queue.observers.on_bucket_event(Moment.FIRST_GRADIENT, number)
+        pending.mark_ready(i, is_external=queue.store.is_external)
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
@@ -311,41 +309,41 @@ class Reducer:
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         with self._lock:
-            with queue.store.lent(bucket.params):
-                if queue.store.is_elsewhere:
+            with queue.store.as_grads(bucket.params):
+                if queue.store.is_external:
                     entries = self.pending.reread(bucket.plan.indices)
                 bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
             if queue.launch_due():
-                if self.expected.shares_used_map:
+                if self.mode.shares_used_map:
                     self.launch_used_map()
                 if self.is_manual:  # the user calls `finalize_now`
                     pass
-                elif self.expected.finishes_at_once:
+                elif self.mode.finishes_at_once:
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
 
     @_failing
     def refuse_compiled(self) -> None:
-        """Raise the GradientError that says why, and fail as an admitted one does."""
+        """Refuse a backward under compiled autograd, and enter FAILED."""
         raise autograd.compiled_backward(self.rank)
 
     # -- a backward ends ---------------------------------------------------------------
 
-    def expect_end(self) -> None:
-        """Queue `end_now` for the end of this graph task, once."""
+    def queue_end_callback(self) -> None:
+        """Queue `on_backward_end` for the end of this graph task, once."""
         task = autograd.current_task()
         if task in self._tasks:
             return
         with self._lock:
             if self.phase.now is Phase.ARMED and self.queue.observers.is_timed:
-                self.queue.observers.enter(StepEvent.BACKWARD_BEGIN)
-            end = functools.partial(self.end_now, task)
+                self.queue.observers.on_step_event(StepEvent.BACKWARD_BEGIN)
+            end = functools.partial(self.on_backward_end, task)
             self._tasks[task] = weakref.ref(end)
             autograd.queue_final_callback(end)
 
     @_failing
-    def end_now(self, task: int = autograd.NO_TASK) -> None:
+    def on_backward_end(self, task: int = autograd.NO_TASK) -> None:
         """Do what is to be done about missing gradients, at the end of a backward.
 
         If this was the last graph task that ran, the missing gradients are filled in,
@@ -361,11 +359,11 @@ class Reducer:
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 for observer in self.queue.observers.everybody:
                     observer.ended_without_gradients()
-                self.queue.observers.enter(StepEvent.BACKWARD_BYPASSED)
+                self.queue.observers.on_step_event(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
                 return
-            if self.expected.fills_in_missing:
+            if self.mode.fills_in_missing:
                 self._fill_in_missing()
             else:
                 self.phase.enter(Phase.PAUSED)
@@ -382,7 +380,7 @@ class Reducer:
         missing = self.pending.missing()
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
-        if self.expected.shares_used_map and self.expected.map_goes_first:
+        if self.mode.shares_used_map and self.mode.map_goes_first:
             self.launch_used_map()
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i)
@@ -393,7 +391,7 @@ class Reducer:
         All ranks do so once in each backward. Further calls do nothing.
         """
         used = self.pending.used() | self.ledger.used_locally
-        with autograd.outside():
+        with autograd.without_user_modes():
             self.queue.used_map.launch(used)
 
     def _untouched(self) -> Collection[int]:
@@ -407,18 +405,20 @@ class Reducer:
             GraphChangedError: A later backward of a static graph uses a parameter that
                 the first one has not used.
         """
-        kept = self.expected.kept
-        if not self.expected.shares_used_map:
+        kept = self.mode.kept
+        if not self.mode.shares_used_map:
             used = self.pending.used() if kept else set()
             # Kept and yet counted: a hook had set its gradient to None in the first.
             if late := used.intersection(kept) - self.pending.filled:
-                raise self.expected.twice(self.rank, self.names[min(late)])
+                raise self.mode.twice(self.rank, self.names[min(late)])
             return kept
         unused = self.queue.used_map.unused_everywhere()
-        if self.queue.store.is_elsewhere:
+        if self.queue.store.is_external:
             self.queue.store.check_used(self.queue.used_map.last_counts)
-        elsewhere = self.pending.filled - unused
-        frozen = [self.names[i] for i in elsewhere if not self.params[i].requires_grad]
+        used_by_others = self.pending.filled - unused
+        frozen = [
+            self.names[i] for i in used_by_others if not self.params[i].requires_grad
+        ]
         if frozen:
             raise GradientError(frozen_here(self.rank, sorted(frozen)))
         return unused
@@ -437,29 +437,29 @@ class Reducer:
     @_failing
     def _finalize(self) -> None:
         """Wait for all buckets, write averages to ``.grad``, and return to IDLE."""
-        observers, expected = self.queue.observers, self.expected
+        observers, mode = self.queue.observers, self.mode
         if observers.is_timed:
-            observers.enter(StepEvent.FINALIZE_BEGIN)
+            observers.on_step_event(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             for neighbour, shared in self._neighbours:
                 if (other := neighbour()) is not None:
                     self._refuse_views_of_both(other, shared)
             filled = sorted(self.pending.filled)
-            lacks_some = expected.fills_in_missing or expected.kept
+            lacks_some = mode.fills_in_missing or mode.kept
             untouched = self._untouched() if lacks_some else ()
             self.queue.finish(untouched)
-            if expected.orders_buckets and not self.rebuild_policy.has_rebuilt:
+            if mode.orders_buckets and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.keep([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
-                expected.ended(filled, untouched)
+                mode.ended(filled, untouched)
             self.pending.close()
             self.queue.store.close()
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
             self.ledger.settle()
         if observers.is_timed:
-            observers.enter(StepEvent.FINALIZE_END)
+            observers.on_step_event(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
         """Raise a GradientError if this backward is also another one's, with views.
@@ -485,7 +485,7 @@ class Reducer:
         everything at its end, so that there "filled in" does not mean missing.
         """
         entries, filled = self.pending.entries, self.pending.filled
-        if self.expected.finishes_at_once:
+        if self.mode.finishes_at_once:
             filled = set()
         return {
             param
@@ -513,10 +513,10 @@ class Reducer:
         Returns:
             The indices of the parameters whose ``.grad`` was left unchanged.
         """
-        queue, expected = self.queue, self.expected
-        used_map = queue.used_map if expected.shares_used_map else queue.given_map
+        queue, mode = self.queue, self.mode
+        used_map = queue.used_map if mode.shares_used_map else queue.present_map
         self.phase.enter(Phase.REDUCING)
-        if used is not None and expected.map_goes_first:
+        if used is not None and mode.map_goes_first:
             used_map.launch(used)
         for number, bucket in enumerate(queue.buckets):
             if number not in queue.skipped:
@@ -527,7 +527,7 @@ class Reducer:
         if used is not None:
             used_map.launch(used)
         self.phase.enter(Phase.FINALIZING)
-        untouched = expected.kept if used is None else used_map.unused_everywhere()
+        untouched = mode.kept if used is None else used_map.unused_everywhere()
         queue.finish(untouched)
         self.ledger.settle()
         self.phase.enter(Phase.IDLE)
@@ -621,10 +621,10 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 
 @autograd.untraced
-def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Call `Reducer.expect_end`, if the reducer still exists: the probe of outputs."""
+def _queue_end_callback(reference: weakref.ref[Reducer], _grads: Any) -> None:
+    """Probe outputs: call `Reducer.queue_end_callback`, if the reducer still exists."""
     reducer = reference()
     if reducer is not None:
         if autograd.is_compiled_backward():  # even if no gradient comes
             reducer.refuse_compiled()
-        reducer.expect_end()
+        reducer.queue_end_callback()

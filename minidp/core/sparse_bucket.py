@@ -56,7 +56,7 @@ class SparseBucket(Bucket):
         del self.payload
         if self.streams is not None:
             accelerator.use_here(reduced)  # made by the stream that has flattened it
-        kernels.rescale(reduced, self.factor)
+        kernels.rescale(reduced, self.scale)
         if kept:
             return
         if param.grad is None:

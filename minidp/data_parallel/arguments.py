@@ -30,7 +30,13 @@ from minidp.comm import (
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
-from minidp.replica import DETOUR, Replica, check_data, check_writable, examine
+from minidp.replica import (
+    DETOUR,
+    ManagedParameters,
+    check_data,
+    check_writable,
+    examine,
+)
 from minidp.shared_memory import sharing_mode
 from minidp.sync_batchnorm import refuse_torchs
 from minidp.torch_compat import refuse_python_reducer
@@ -103,7 +109,7 @@ class Devices(NamedTuple):
 class Arguments:
     """The checked arguments of the constructor, of which `parts.build` makes parts."""
 
-    replica: Replica
+    replica: ManagedParameters
     devices: Devices
     config: ReducerConfig
     forward_sync: bool  # broadcast module buffers before forwards

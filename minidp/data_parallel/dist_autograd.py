@@ -54,7 +54,7 @@ class RpcStore(GradStore):
         """Forget the contexts that were noted, but leave their gradients alone."""
         self._noted.clear()
         self._left.clear()
-        self._context, self.is_elsewhere = None, False
+        self._context, self.is_external = None, False
 
     def has_gradient(self, i: int) -> bool:
         """Return whether the running backward is one of distributed autograd.
@@ -75,8 +75,8 @@ class RpcStore(GradStore):
         if not is_rpc_up():
             return
         self._context = self._context_of(i)
-        self.is_elsewhere = self._context is not None
-        if self.is_elsewhere and any(
+        self.is_external = self._context is not None
+        if self.is_external and any(
             each.uses_grads for each in self._observers.everybody
         ):
             raise self._refusal(
@@ -131,7 +131,7 @@ class RpcStore(GradStore):
             "context_id:`, before dist_autograd.backward(context_id, ...)",
         )
 
-    def lent(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def as_grads(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Return a context manager in which ``.grad`` are the context's own tensors.
 
         They are no copies, so that what is written reaches the context.
@@ -140,10 +140,10 @@ class RpcStore(GradStore):
             GradientError: At the end of the block, if an average was written for a
                 parameter that has no gradient in the context. Python cannot add one.
         """
-        return self._lent(params) if self.is_elsewhere else _AS_IT_IS
+        return self._as_grads(params) if self.is_external else _AS_IT_IS
 
     @contextmanager
-    def _lent(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    def _as_grads(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         held = _autograd().get_gradients(self._context)
         outside = [param.grad for param in params]
         if self._uses_views:  # the bucket's memory is about to be filled

@@ -97,7 +97,7 @@ def agree_and_recover(
         comm.renew_side_groups(group, key)
     reducer.reset(group)
     # What this rank learned in training: static graph, ready order, layout.
-    reducer.expected.reset()
+    reducer.mode.reset()
     reducer.rebuild_policy.reset()
     if reports:
         # Some ranks may have finished a backward that others did not.

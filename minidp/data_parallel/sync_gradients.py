@@ -36,18 +36,18 @@ def shadow_backward(reducer: Reducer) -> None:
     counts for later.
     If this raises, the reducer is FAILED until `reset`.
     """
-    queue, expected = reducer.queue, reducer.expected
+    queue, mode = reducer.queue, reducer.mode
     everything = list(range(len(reducer.params)))
     items = queue.averaging.items  # this rank contributes 0; its own counts stay
-    with failing(reducer), nullcontext() if items is None else items.aside():
-        used = () if expected.shares_used_map else None
-        if expected.shares_reach:
+    with failing(reducer), nullcontext() if items is None else items.counting_zero():
+        used = () if mode.shares_used_map else None
+        if mode.shares_reach:
             queue.reach_map.relaunch(())
-        queue.start(shares_reach=expected.shares_reach)
+        queue.start(shares_reach=mode.shares_reach)
         unused = reducer.reduce([None] * len(everything), used)
-        if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
+        if not mode.shares_used_map and not reducer.rebuild_policy.is_due:
             reducer.rebuild_policy.keep(everything)
-        expected.shadowed(unused)
+        mode.shadowed(unused)
 
 
 @contextmanager

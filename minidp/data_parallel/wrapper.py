@@ -25,11 +25,11 @@ from minidp.comm import (
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.console import warn
 from minidp.core import (
-    Recording,
-    is_captured,
-    outside,
+    RecorderObserver,
+    is_exporting,
     untraced,
     untraced_itself,
+    without_user_modes,
 )
 from minidp.guard import refuse_forward
 from minidp.hooks import CommHook, Hook
@@ -197,7 +197,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.module, self.dim = module, dim
         # As in torch, a forward broadcasts buffers if the one before it was to reduce.
         self.require_forward_param_sync = True
-        with outside(keeps_inference=True):  # the module's tensors are written
+        with without_user_modes(
+            keeps_inference=True
+        ):  # the module's tensors are written
             self._begin(init_sync=init_sync)
 
     def _begin(self, *, init_sync: bool) -> None:
@@ -236,7 +238,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._lazy_init_ran = False
         self._accum_grad_hooks: list[Any] = []  # torch's own class keeps hooks there
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
-        with outside():
+        with without_user_modes():
             built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication = built
         self.logger = torch_compat.LoggingData(self)
@@ -263,7 +265,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             UnsyncedGradientsError: Parameters were added, cast, or updated by hand.
             ItemCountError: The last counts of items give no mean.
         """
-        if is_captured():
+        if is_exporting():
             return self._run_ddp_forward(*inputs, **kwargs)
         with label_forward():
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -283,7 +285,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._lazy_init_ran = True
             self._adopt_planted_optimizers()
         try:
-            with outside(keeps_inference=True):  # the module's buffers are written
+            with without_user_modes(
+                keeps_inference=True
+            ):  # the module's buffers are written
                 self._before_module()
             if self.device_ids:
                 inputs, kwargs = moved((inputs, kwargs), self.device)
@@ -291,13 +295,13 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self.logger.note_error(error)
             raise
         if torch.is_grad_enabled():
-            self._reducer.queue.observers.enter(StepEvent.MODULE_BEGIN)
+            self._reducer.queue.observers.on_step_event(StepEvent.MODULE_BEGIN)
         return inputs, kwargs
 
     def _before_module(self) -> None:
         with_grad, module = torch.is_grad_enabled(), self.module
         if with_grad:
-            self._reducer.queue.observers.enter(StepEvent.FORWARD_BEGIN)
+            self._reducer.queue.observers.on_step_event(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(module)
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
@@ -444,7 +448,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         refuse_forward(self._reducer)
         self._replication.postpone_comparison()
-        with outside(keeps_inference=True):
+        with without_user_modes(keeps_inference=True):
             average_now(self._reducer)
 
     @untraced
@@ -494,10 +498,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         observers = self._reducer.queue.observers
         for each in observers.everybody:
-            if isinstance(each, Recording):
+            if isinstance(each, RecorderObserver):
                 observers.remove(each)
         if recorder is not None:
-            observers.append(Recording(recorder, self._reducer.ledger))
+            observers.append(RecorderObserver(recorder, self._reducer.ledger))
 
     # -- uneven inputs -----------------------------------------------------------------
 

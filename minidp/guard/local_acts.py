@@ -23,9 +23,9 @@ from minidp.core import (
     Observer,
     Reducer,
     any_reached,
-    captured,
     current_task,
-    outside,
+    returned_to_caller,
+    without_user_modes,
 )
 from minidp.replica import Doubts
 
@@ -138,9 +138,9 @@ class LocalActs(Observer):
         params, hooks = self._reducer.params, self._reducer.hooks
         if not hooks.nodes:
             return  # the user has removed the hooks
-        with outside():
+        with without_user_modes():
             lost = hooks.lost(range(len(params)))
-            returned: Sequence[int] = captured(hooks.nodes)
+            returned: Sequence[int] = returned_to_caller(hooks.nodes)
             lent = [param for each in self.lent if (param := each()) is not None]
             if any_reached(lent):  # they stand in for ours, whichever these are
                 returned = range(len(params))

@@ -27,7 +27,7 @@ from minidp.errors import (
     UnfinishedReductionError,
     explain,
 )
-from minidp.replica import Replica
+from minidp.replica import ManagedParameters
 
 from .local_acts import Origin
 
@@ -274,7 +274,7 @@ class LateParameters:
     weights for an evaluation. The module has them no more when its forward is over.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ManagedParameters) -> None:
         self._ignored = replica.ignored
         # Also by id: names change when a module is compiled or put into another one.
         named = replica.module.named_parameters()
@@ -461,14 +461,14 @@ def _describe_missing(reducer: Reducer) -> tuple[str, list[str], str]:
     """Return torch's words about missing gradients, their names, and the remedy."""
     rank, missing = reducer.rank, reducer.pending.missing()
     names = [reducer.names[i] for i in missing]
-    expected, indices = reducer.expected, " ".join(map(str, missing))
+    mode, indices = reducer.mode, " ".join(map(str, missing))
     what = (
-        f"This error indicates that {expected.cause_of_missing}.\n"
+        f"This error indicates that {mode.cause_of_missing}.\n"
         f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
         f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}.\n"
     )
     remedy = (
-        f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
+        f"{mode.remedy_for_missing}; then call reset() on all ranks, and "
         "zero_grad(). To log the unused parameters of every backward, set the "
         "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
     )

@@ -52,7 +52,7 @@ from minidp.errors import (
     UnsyncedGradientsError,
     explain,
 )
-from minidp.replica import Doubts, Replica, ReplicaCheck
+from minidp.replica import Doubts, ManagedParameters, ReplicaCheck
 from minidp.trace import StepEvent
 
 from . import dropped
@@ -99,7 +99,7 @@ class Guard:
         self,
         reducer: Reducer,
         policy: Unsynced,
-        replica: Replica,
+        replica: ManagedParameters,
         key: Callable[[], str],
         doubts: Doubts,
     ) -> None:
@@ -345,7 +345,7 @@ class Guard:
         """Send ``event`` to recorders, if the optimizer holds parameters of ours."""
         observers = self.reducer.queue.observers
         if observers.is_timed and self._holds_ours(optimizer):
-            observers.enter(event)
+            observers.on_step_event(event)
 
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished, or a mistake came before.

@@ -4,6 +4,6 @@ Read `grad_bucket`, then `comm_hook`. Ready-made hooks are in `minidp.comm_hooks
 """
 
 from .comm_hook import CommHook, Hook, name_of
-from .grad_bucket import GradBucket, Turn
+from .grad_bucket import BucketInfo, GradBucket
 
-__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "name_of"]
+__all__ = ["BucketInfo", "CommHook", "GradBucket", "Hook", "name_of"]

@@ -12,7 +12,7 @@ from minidp.layout import BucketPlan, row_major_stride
 
 
 @dataclass(frozen=True)
-class Turn:
+class BucketInfo:
     """What a `GradBucket` tells besides its gradients."""
 
     index: int  # the bucket's number, which is its place in launch order
@@ -38,20 +38,20 @@ class GradBucket:
         plan: BucketPlan,
         buffer: torch.Tensor,
         params: Sequence[torch.Tensor],
-        turn: Turn,
+        info: BucketInfo,
     ) -> None:
         self._plan = plan
         self._buffer = buffer
         self._params = params
-        self._turn = turn
+        self._info = info
 
     def index(self) -> int:
         """Return the bucket's number in launch order, from 0, equal on all ranks."""
-        return self._turn.index
+        return self._info.index
 
     def is_last(self) -> bool:
         """Return whether the hook is called for no later bucket of this backward."""
-        return self._turn.is_last
+        return self._info.is_last
 
     def buffer(self) -> torch.Tensor:
         """Return all gradients as one flat tensor, which is the bucket's own memory.
@@ -102,7 +102,7 @@ class GradBucket:
         if values.is_complex():
             values = torch.view_as_real(values).flatten()
         plan = replace(self._plan, slots=tuple(plain))
-        return GradBucket(plan, values, self._params, self._turn)
+        return GradBucket(plan, values, self._params, self._info)
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the bucket's parameters, in the order of `gradients`."""
@@ -114,8 +114,8 @@ class GradBucket:
         It is the number of ranks. Inside ``join(divide_by_initial_world_size=False)``
         it is the number of ranks that still have inputs.
         """
-        return self._turn.divisor
+        return self._info.divisor
 
     def process_group(self) -> ProcessGroup:
         """Return the process group over which the wrapper averages."""
-        return self._turn.group
+        return self._info.group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minidp.config import aside
+from minidp.config import hint_from_outside
 
 from .forecast import Analysis
 from .skew import BACKWARD, FORWARD
@@ -88,12 +88,13 @@ def _best_change(found: Analysis) -> Change:
     if forecast is not None and cap_s >= max(WORTH * step_s, 0.5 * half_s):
         number = f"{forecast.best_cap()[0]:g}"
         cap, gain = f"bucket_cap_mb={number}", _predicted(step_s, cap_s)
-        advice = f'Use {cap} (or "auto"){aside(bucket_cap_mb=number)}: {gain}.'
+        how = hint_from_outside(bucket_cap_mb=number)
+        advice = f'Use {cap} (or "auto"){how}: {gain}.'
         if forecast.is_one_size:
+            how = hint_from_outside(bucket_cap_mb="auto")
             advice = (
-                f'Try bucket_cap_mb="auto"{aside(bucket_cap_mb="auto")}, or {cap}: '
-                f"{gain}, if small buckets are as fast, by the byte, as these, which "
-                "are all of one size."
+                f'Try bucket_cap_mb="auto"{how}, or {cap}: {gain}, if small buckets '
+                "are as fast, by the byte, as these, which are all of one size."
             )
         return Change(cap_s, advice)
     if half_s >= WORTH * step_s:

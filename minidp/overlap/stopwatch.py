@@ -3,8 +3,8 @@
 A `Stopwatch` is an observer of the reducer (`core/observer.py`). It is told two kinds
 of events::
 
-    happened  an event of a bucket                     on any thread
-    enter     a phase of the step begins or ends       by data_parallel, core, guard
+    on_bucket_event   a moment of a bucket               on any thread
+    on_step_event     a phase of the step begins or ends by data_parallel, core, guard
 
 In some steps a `HookTiming` also stores when each grad hook ran. Recording must not
 slow down what it measures. So while steps run, only marks of the clock are kept, and
@@ -216,13 +216,13 @@ class Stopwatch(Observer):
 
     # -- events, see `Observer` --------------------------------------------------
 
-    def happened(self, moment: Moment, bucket: int) -> None:
+    def on_bucket_event(self, moment: Moment, bucket: int) -> None:
         """Store when a bucket first reached a moment in this step's backward."""
         marks = self._marks
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
 
-    def enter(self, phase: StepEvent) -> None:
+    def on_step_event(self, phase: StepEvent) -> None:
         """Store when a phase began or ended.
 
         A step begins with a forward. It ends with the first forward after its

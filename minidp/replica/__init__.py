@@ -12,11 +12,12 @@ from . import optimizers, parameters, standing, verify
 from .digest import SMALL_BYTES, digest_of, sum_of_bits
 from .drift import Doubts, ReplicaCheck
 from .objects import Survey
-from .parameters import DETOUR, Replica, check_data, check_writable, examine
+from .parameters import DETOUR, ManagedParameters, check_data, check_writable, examine
 from .rounding import are_close_on_all_ranks
 from .schedulers import find_schedulers
 
-__all__ = ["DETOUR", "SMALL_BYTES", "Doubts", "Replica", "ReplicaCheck", "Survey"]
+__all__ = ["DETOUR", "SMALL_BYTES", "Doubts", "ManagedParameters"]
+__all__ += ["ReplicaCheck", "Survey"]
 __all__ += [
     "are_close_on_all_ranks",
     "check_data",

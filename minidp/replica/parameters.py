@@ -1,8 +1,8 @@
 """Find the tensors of a module that take part in synchronisation.
 
-`examine` sorts a module's parameters into a `Replica`. The two checks below it refuse
-parameters that cannot be averaged, and tensors that rank 0's values cannot be copied
-to.
+`examine` sorts a module's parameters, and returns them as `ManagedParameters`. The two
+checks below it refuse parameters that cannot be averaged, and tensors that rank 0's
+values cannot be copied to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DETOUR = "_compiled_call_impl"
 
 
 @dataclass(frozen=True)
-class Replica:
+class ManagedParameters:
     """A module, and which of its parameters are averaged, ignored, or travel last.
 
     `examine` makes it. Delayed parameters may belong to another module.
@@ -60,8 +60,10 @@ class Replica:
         ]
 
 
-def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
-    """Sort a module's parameters into a `Replica`, without those on its ignore list.
+def examine(
+    module: nn.Module, delayed: Mapping[str, nn.Parameter]
+) -> ManagedParameters:
+    """Sort a module's parameters, without those on its ignore list.
 
     It warns of names on the ignore list that the module does not have.
 
@@ -123,7 +125,9 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         )
     ids = {id(param) for param in delayed.values()}
     late = frozenset(name for name, param in managed.items() if id(param) in ids)
-    return Replica(module, parameters, managed, frozenset(sparse), ignored, late)
+    return ManagedParameters(
+        module, parameters, managed, frozenset(sparse), ignored, late
+    )
 
 
 def _ignore_list(module: nn.Module) -> frozenset[str]:

@@ -30,7 +30,7 @@ from minidp.comm import (
 from minidp.errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
-    from .parameters import Replica
+    from .parameters import ManagedParameters
 
 GREETING = -1  # torch's DDP sends its number of parameters where this is expected
 # The kind of a wrapper's store keys until `start_equal` gives the wrapper a name that
@@ -52,7 +52,7 @@ def next_key(group: ProcessGroup, kind: str) -> str:
 
 
 def start_equal(
-    replica: Replica,
+    replica: ManagedParameters,
     module_buffers: Mapping[str, torch.Tensor],
     group: ProcessGroup,
     *,

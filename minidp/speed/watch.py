@@ -131,12 +131,12 @@ class SpeedWatch(Observer):
 
     # -- events, see `Observer` --------------------------------------------------
 
-    def happened(self, moment: Moment, bucket: int) -> None:
+    def on_bucket_event(self, moment: Moment, bucket: int) -> None:
         """Store when a bucket became full, after the begin of the backward."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
-    def enter(self, event: StepEvent) -> None:
+    def on_step_event(self, event: StepEvent) -> None:
         """Add the time since the last event to the phase that this event ends.
 
         The first forward after a synchronised backward begins a new step.

@@ -87,7 +87,7 @@ class LoggingData:
         if error := self.error or reducer.failure:
             data |= {"has_error": 1, "error": error}
         if ddp.find_unused_parameters and reducer.ledger.armed:
-            data["can_set_static_graph"] = int(reducer.expected.is_steady)
+            data["can_set_static_graph"] = int(reducer.mode.is_steady)
         return data
 
 

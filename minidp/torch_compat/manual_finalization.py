@@ -75,9 +75,9 @@ def should_finalize_after_backward(ddp: Any) -> bool:
     reducer = ddp._reducer
     if not reducer.is_manual:
         return False
-    expected, policy = reducer.expected, reducer.rebuild_policy
-    rebuilds = expected.orders_buckets and not policy.has_rebuilt
-    return bool(rebuilds or policy.is_due or expected.fills_in_missing)
+    mode, policy = reducer.mode, reducer.rebuild_policy
+    rebuilds = mode.orders_buckets and not policy.has_rebuilt
+    return bool(rebuilds or policy.is_due or mode.fills_in_missing)
 
 
 def finalize_backward(ddp: Any) -> None:

@@ -209,7 +209,7 @@ class TorchNames:
         self._given.static_graph = vars(self)["static_graph"] = True
         reducer = self._reducer
         config = replace(reducer.queue.config, static_graph=True)
-        reducer.expected = mode_for(len(reducer.params), config)
+        reducer.mode = mode_for(len(reducer.params), config)
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
@@ -241,7 +241,7 @@ class TorchNames:
         """
         reducer = self._reducer
         reducer.hooks.remove()
-        reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
+        reducer.mode = EveryParameter(len(reducer.params))  # searches no graphs
         self._guard.policy = "ignore"
         self._guard.retire()
         self._replication.stop_comparing()

@@ -16,7 +16,7 @@ from minidp.comm import (
 )
 from minidp.core import DenseBucket, Reducer
 from minidp.guard import refuse_forward
-from minidp.hooks import GradBucket, Turn
+from minidp.hooks import BucketInfo, GradBucket
 
 
 class ReducerNames:
@@ -29,7 +29,7 @@ class ReducerNames:
         self._ddp = ddp
         self._reducer: Reducer = ddp._reducer
         self._check_reducer_finalized = ddp._check_reducer_finalized
-        self._delay_all_reduce = self._reducer.end_now
+        self._delay_all_reduce = self._reducer.on_backward_end
 
     def prepare_for_forward(self) -> None:
         """Do nothing, because minidp prepares in the forward itself."""
@@ -67,7 +67,7 @@ class ReducerNames:
                 bucket.plan,
                 bucket.zeros(),
                 bucket.params,
-                Turn(number, number == last, divisor, group),
+                BucketInfo(number, number == last, divisor, group),
             )
             for number, bucket in enumerate(queue.buckets)
             if isinstance(bucket, DenseBucket)
@@ -95,4 +95,4 @@ class ReducerNames:
 
     def _ddp_graph_static(self) -> bool:
         """Return whether all backwards of this rank have missed the same parameters."""
-        return self._reducer.expected.is_steady
+        return self._reducer.mode.is_steady

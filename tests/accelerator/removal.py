@@ -26,7 +26,7 @@ KEEPS = {"use_here", "record_stream", "_record"}
 # ... that note which stream has done something, and let go of what it is done with, ...
 NOTES = {"gather", "_note_waited", "waited_for"}
 # ... and that return a context, in which a stream or a device is selected.
-SELECTS = {"launching", "on_stream", "aside", "selected"}
+SELECTS = {"launching", "on_stream", "on_side_stream", "selected"}
 
 
 class NothingRemoved(Exception):

@@ -56,7 +56,7 @@ NOT_TRIED = {
 
 # What only hooks of C++ call, and what only those of Python do.
 OF_EXTENSION = {
-    "core/grad_hooks.py PendingGrads.complete self.written_on[number].update"
+    "core/grad_hooks.py PendingGrads.mark_bucket_ready self.written_on[number].update"
 }
 OF_PYTHON = {
     "core/grad_hooks.py _noting_stream.grad_hook written_on[bucket_of[i]].add",
@@ -155,7 +155,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "_unpack wait_for": MESSAGES,
     },
     "comm/communicator.py": {
-        "InFlight.is_over accelerator.aside": ASIDE,
+        "InFlight.is_over accelerator.on_side_stream": ASIDE,
         "InFlight.is_over self.work.future.wait": ASIDE,
         "InFlight.is_over self.waited_for": HOOK_IS_LATE,
         "Communicator._wait_on_device launched.waited_for": LETS_GO,
@@ -211,7 +211,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "PendingGrads.pause use_here": body(
             LIVES.test_gradients_of_another_stream_are_copied_in_a_pause, views=False
         ),
-        "PendingGrads.complete self.written_on[number].update": WRITTEN_ON,
+        "PendingGrads.mark_bucket_ready self.written_on[number].update": WRITTEN_ON,
     },
     "core/item_counts.py": {
         "_Step.note_average.wait looked.hold_back": LOOKED_AT,
@@ -224,7 +224,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         ),
         "ItemCounts._write_on_device moment.hold_back": OTHER_STREAM,
         "ItemCounts._write_on_device use_here": COUNTS,
-        "ItemCounts.finishing aside": body(
+        "ItemCounts.finishing on_side_stream": body(
             WAITS.test_counts_travel_to_the_host_on_a_stream_of_their_own
         ),
         "ItemCounts.finishing arrived.hold_back": training(scenarios.items),

@@ -242,7 +242,7 @@ def test_the_watchdog_holds_up_no_stream_of_the_user(ctx):
         sim.races()
         x.mul(2)
         is_free = bool(sim.races())
-        with accelerator.aside(ctx.device):
+        with accelerator.on_side_stream(ctx.device):
             x.mul(2)
         assert is_free, "this stream waits for the collective"
         assert not sim.races()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minidp import GradBucket
-from minidp.hooks.grad_bucket import Turn
+from minidp.hooks.grad_bucket import BucketInfo
 from minidp.layout.plan import ParamSpec, build_layout
 
 
@@ -24,7 +24,7 @@ def make(*params, sparse=False):
         numel = plan.numel * (2 if plan.dtype.is_complex else 1)
         dtype = torch.empty(0, dtype=plan.dtype).real.dtype
         buffer = torch.arange(numel).to(dtype)
-    return GradBucket(plan, buffer, params, Turn(2, False, 3, "group"))
+    return GradBucket(plan, buffer, params, BucketInfo(2, False, 3, "group"))
 
 
 def test_has_everything_that_torchs_has():

@@ -15,7 +15,7 @@ from torch.futures import Future
 import minidp
 from minidp import CommHookError, DataParallel, GradBucket, comm_hooks
 from minidp.hooks.comm_hook import CommHook
-from minidp.hooks.grad_bucket import Turn
+from minidp.hooks.grad_bucket import BucketInfo
 from minidp.layout.plan import ParamSpec, build_layout
 from tests.support.both import done
 
@@ -27,7 +27,7 @@ def bucket_of(buffer, *, sparse=False):
     stride = (1,) if not sparse else (shape[1], 1)
     spec = ParamSpec("w", shape, stride, buffer.dtype, CPU, sparse)
     (plan,) = build_layout([spec], [[0]]).buckets
-    return GradBucket(plan, buffer, [buffer], Turn(3, True, 2, None))
+    return GradBucket(plan, buffer, [buffer], BucketInfo(3, True, 2, None))
 
 
 def call(returned, buffer=None, *, sparse=False):

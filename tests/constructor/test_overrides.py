@@ -19,7 +19,7 @@ from minidp.config.overrides import (
     RUN,
     VARIABLES,
     add_options,
-    aside,
+    hint_from_outside,
     misspelt,
     passing,
     read_environment,
@@ -27,7 +27,7 @@ from minidp.config.overrides import (
     setting,
     variables,
 )
-from minidp.core.expected import EveryParameter, StaticGraph
+from minidp.core.modes import EveryParameter, StaticGraph
 from minidp.guard.local_acts import Origin
 from minidp.guard.mistakes import explain_origins
 
@@ -228,18 +228,18 @@ def test_every_variable_that_is_named_in_the_code_is_known_and_documented():
 def test_remedies_name_what_works_here(monkeypatch):
     assert passing(unsynced="ignore") == "pass unsynced='ignore'"
     assert passing(static_graph=True) == "pass static_graph=True"
-    assert aside(static_graph=True) == ""
+    assert hint_from_outside(static_graph=True) == ""
     with minidp.swapped():
         expected = "set MINIDP_UNSYNCED=ignore in the environment"
         assert passing(unsynced="ignore") == expected
         expected = " (here: set MINIDP_STATIC_GRAPH=1 in the environment)"
-        assert aside(static_graph=True) == expected
+        assert hint_from_outside(static_graph=True) == expected
     assert passing(unsynced="ignore") == "pass unsynced='ignore'"
     monkeypatch.setenv(RUN, UNDER_RUN)
     assert passing(unsynced="ignore") == "start with `minidp run --unsynced ignore`"
     expected = " (here: start with `minidp run --static-graph`)"
-    assert aside(static_graph=True) == expected
-    assert aside(static_graph=False) == expected.replace("--", "--no-")
+    assert hint_from_outside(static_graph=True) == expected
+    assert hint_from_outside(static_graph=False) == expected.replace("--", "--no-")
     for name, (_, value) in VALUES.items():
         if name != "bucket_layout" and name[-4:] != "list":
             words = passing(**{name: value}).partition("minidp run ")[2].strip("`")

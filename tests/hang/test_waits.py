@@ -153,7 +153,7 @@ def on_device(make, monkeypatch):
     monkeypatch.setattr(accelerator, "has_streams", lambda _: True)
     monkeypatch.setattr(accelerator, "is_capturing", lambda _: False)
     monkeypatch.setattr(accelerator, "selected", lambda _: nullcontext())
-    monkeypatch.setattr(accelerator, "aside", lambda _: nullcontext())
+    monkeypatch.setattr(accelerator, "on_side_stream", lambda _: nullcontext())
 
 
 def running():

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import accelerator
 from minidp.attachment import attached_to, straight_on
-from minidp.config import aside
+from minidp.config import hint_from_outside
 from minidp.core import find_tensors, reachable_nodes
 from minidp.doctor.findings import Finding, failed, ok, skipped, warning
 from minidp.doctor.words import differing, in_words, join
@@ -170,7 +170,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
     if unused and not is_set:
         remedy = (
             "the second step will raise: freeze or remove them, or wrap with "
-            f"find_unused_parameters=True{aside(find_unused_parameters=True)}"
+            f"find_unused_parameters=True{hint_from_outside(find_unused_parameters=True)}"
         )
         found = f"{join(unused, 4)} of {len(params)} take no part in the outputs"
         return (warning if synchroniser(model) is None else failed)(found, remedy)

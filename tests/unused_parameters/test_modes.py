@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from minidp import DataParallel
-from minidp.core import expected
+from minidp.core import modes
 from tests.support.both import Scalars
 
 
 def test_graph_is_not_walked_while_everything_arrives(lone_group, monkeypatch):
-    walks, walk = [], expected.unreachable
+    walks, walk = [], modes.unreachable
     monkeypatch.setattr(
-        expected, "unreachable", lambda *args: walks.append(args) or walk(*args)
+        modes, "unreachable", lambda *args: walks.append(args) or walk(*args)
     )
     ddp = DataParallel(
         Scalars(2), process_group=lone_group, find_unused_parameters=True

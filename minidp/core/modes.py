@@ -27,7 +27,7 @@ from typing import NamedTuple
 from torch.autograd.graph import Node
 from torch.profiler import record_function
 
-from minidp.config import ReducerConfig, aside
+from minidp.config import ReducerConfig, hint_from_outside
 from minidp.errors import (
     GraphChangedError,
     MarkedTwiceError,
@@ -44,8 +44,8 @@ class Arrival(NamedTuple):
 
     i: int  # index of the parameter
     entry: Entry  # what is recorded of it so far
-    is_filled: bool = False  # it was filled in, as missing
-    is_filling: bool = False  # its bucket is not flattened yet
+    was_missing: bool = False  # it was filled in, as missing
+    bucket_is_open: bool = False  # its bucket is not flattened yet
     is_skipped: bool = False  # no rank launches its bucket in this backward
 
 
@@ -86,9 +86,9 @@ class Mode:
         """The advice of the error for missing gradients, in torch's words."""
         return (
             "enable unused parameter detection by passing the keyword argument "
-            f"`find_unused_parameters=True`{aside(find_unused_parameters=True)}, and "
-            "make sure that all `forward` function outputs participate in calculating "
-            "loss"
+            "`find_unused_parameters=True`"
+            f"{hint_from_outside(find_unused_parameters=True)}, and make sure that all "
+            "`forward` function outputs participate in calculating loss"
         )
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
@@ -102,7 +102,7 @@ class Mode:
             nodes: The AccumulateGrad node of each parameter, by index.
         """
 
-    def first_marks(self) -> dict[int, GradState]:
+    def first_entries(self) -> dict[int, GradState]:
         """Return, by index, the entries that begin a backward other than the usual one.
 
         It is asked only if the mode `counts_arrivals`.
@@ -158,9 +158,9 @@ class Mode:
                 remedy="the parameter takes part in several backward calls of one "
                 "forward, or in several reentrant checkpoints: use "
                 "checkpoint(..., use_reentrant=False) or "
-                f"static_graph=True{aside(static_graph=True)}, or keep all but the "
-                "last backward local with no_sync(); call reset() on all ranks to go "
-                "on",
+                f"static_graph=True{hint_from_outside(static_graph=True)}, or keep all "
+                "but the last backward local with no_sync(); call reset() on all ranks "
+                "to go on",
             )
         )
 
@@ -212,9 +212,9 @@ class FindUnused(Mode):
         The prediction can be corrected until the bucket is flattened. If the ranks have
         agreed to skip the bucket, it cannot (UNREACHED).
         """
-        if arrival.is_filled and arrival.is_skipped:
+        if arrival.was_missing and arrival.is_skipped:
             return Decision.UNREACHED
-        if arrival.is_filled and arrival.is_filling:
+        if arrival.was_missing and arrival.bucket_is_open:
             return Decision.RECORD
         return super().decide(arrival)
 
@@ -266,7 +266,7 @@ class StaticGraph(Mode):
     @property
     def remedy_for_missing(self) -> str:
         """The advice of the error for missing gradients."""
-        return _SAME_PARAMETERS + aside(static_graph=False)
+        return _SAME_PARAMETERS + hint_from_outside(static_graph=False)
 
     def reset(self) -> None:
         """Count again in the next backward, as in the first one."""
@@ -275,7 +275,7 @@ class StaticGraph(Mode):
         self.finishes_at_once = True
         self.orders_buckets = False
 
-    def first_marks(self) -> dict[int, GradState]:
+    def first_entries(self) -> dict[int, GradState]:
         """Begin to count, and return COUNTED where arrivals are to be counted.
 
         In the first backward that is everywhere, in later ones where several are to
@@ -332,8 +332,9 @@ class StaticGraph(Mode):
                 "more often than in the first backward of static_graph=True, or only "
                 "now.",
                 names=[name],
-                remedy=f"{_SAME_PARAMETERS} equally often{aside(static_graph=False)}; "
-                "call reset() on all ranks to go on",
+                remedy=f"{_SAME_PARAMETERS} equally often"
+                f"{hint_from_outside(static_graph=False)}; call reset() on all ranks "
+                "to go on",
             )
         )
 
