@@ -58,7 +58,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         """
         # The queue refers to this object, and a cycle would keep the buckets until the
         # garbage collector runs.
-        self._pipeline: BucketQueue = weakref.proxy(queue)
+        self._queue: BucketQueue = weakref.proxy(queue)
         self._hooks: GradHooks = weakref.proxy(hooks)
         queue.observers.append(self)
 
@@ -87,7 +87,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
             return False
         if self._trial >= 0:
             return self._count >= STEPS
-        if self._pipeline.config.follows_ready_order:
+        if self._queue.config.follows_ready_order:
             return self._order is not None
         return self._count > 0
 
@@ -98,7 +98,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         0 it is torch's, and measuring begins. Later rank 0 decides by what it has
         measured.
         """
-        now = self._pipeline.layout
+        now = self._queue.layout
         self._count = 0
         self._trial += 1
         if not self.is_settled:
@@ -109,8 +109,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
             return now if self._measurement is None else self._decide(now)
         self.has_rebuilt = True
         torchs = now if order is None else layout_after(order, specs, config)
-        if self._pipeline.communicator.rank == 0:
-            self._measurement = Measurement(self._pipeline, self._hooks, torchs)
+        if self._queue.communicator.rank == 0:
+            self._measurement = Measurement(self._queue, self._hooks, torchs)
         return torchs
 
     def _say_trial(self) -> None:
@@ -159,7 +159,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         if choice is None:
             return layout
         if self.told is not None:
-            self.told(to_plain(layout, self._pipeline.specs, rebuilt=True), choice)
+            self.told(to_plain(layout, self._queue.specs, rebuilt=True), choice)
         else:
             # This is a warning, because people who have set up no logging see only
             # those.

@@ -70,8 +70,8 @@ class Mode:
     shares_reach = False  # ranks exchange what a forward's backward can reach
     counts_arrivals = False  # a parameter may arrive several times
     # Whether to finalize as soon as missing gradients are filled in, before the other
-    # final callbacks of the engine. Torch does so. If another wrapper holds the same
-    # parameters, it then finishes last, and its averages stay in ``.grad``.
+    # final callbacks of the engine. Torch does so. If a second wrapper holds the same
+    # parameters, the second one then finishes last, and its averages stay in ``.grad``.
     finishes_at_once = False
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
