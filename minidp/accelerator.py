@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NOWHERE: AbstractContextManager[object] = nullcontext()
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()  # made once, for hot code
 _CANNOT_TELL: set[str] = set()  # types of devices without an `is_capturing`
 
 
@@ -259,7 +259,7 @@ class BucketStreams:
 
     def launching(self) -> AbstractContextManager[object]:
         """Return a context on the stream that has flattened the bucket (`gather`)."""
-        return _NOWHERE if self._flattened_on is None else self._flattened_on
+        return NO_CONTEXT if self._flattened_on is None else self._flattened_on
 
 
 # -- events ----------------------------------------------------------------------------

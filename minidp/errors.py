@@ -91,53 +91,6 @@ class InternalError(AssertionError):
     """A mistake in minidp itself. Please report it with the traceback."""
 
 
-def lost_hooks(rank: int, names: Sequence[str]) -> str:
-    """Explain that grad hooks do not run any more, because a module was cast."""
-    return explain(
-        rank,
-        "Parameters lost their grad hooks, so their gradients cannot be averaged.",
-        names=names,
-        remedy="do not cast or move a module after wrapping it (.double(), .half(), "
-        ".to()); wrap it again instead",
-    )
-
-
-def views_of_both(rank: int, names: Sequence[str]) -> str:
-    """Explain that a bucket of one wrapper is the ``.grad`` of another one."""
-    return explain(
-        rank,
-        "Two wrappers averaged the same parameters in one backward, and at least one "
-        "has gradient_as_bucket_view=True: its bucket is the .grad that the other one "
-        "reads and writes, and travels meanwhile.",
-        names=names,
-        remedy="leave that option out of both wrappers, or run a backward for each of "
-        "the losses; call reset() on all ranks, and zero_grad(), to go on",
-    )
-
-
-def unreached(rank: int, name: str) -> str:
-    """Explain that a gradient came for a bucket that no rank reduces."""
-    return explain(
-        rank,
-        "A gradient arrived, but no rank's forward reached its parameter: its bucket "
-        "is not reduced (skip_all_reduce_unused_params=True).",
-        names=[name],
-        remedy="make the loss of what forward() returns alone, or leave that option "
-        "out; call reset() on all ranks to go on",
-    )
-
-
-def frozen_here(rank: int, names: Sequence[str]) -> str:
-    """Explain that parameters are frozen on this rank, but not on others."""
-    return explain(
-        rank,
-        "Parameters are frozen on this rank, but other ranks have gradients of them.",
-        names=names,
-        remedy="freeze and unfreeze on all ranks alike, best before wrapping; call "
-        "reset() on all ranks to go on",
-    )
-
-
 def incomplete_averages(rank: int, ranks: Iterable[int] = ()) -> str:
     """Explain that parameters are wrong after a collective was given up on a device.
 
@@ -197,12 +150,19 @@ def explain(
 
     The result is "[rank r] WHAT Expected: ... Found: ... Parameters: ... What to do:
     ...". The argument ``what`` is a whole sentence. The other parts get their full stop
-    here.
+    here. All ``names`` are listed; for thousands of them pass ``[shortened(names)]``.
     """
     parts = {"Expected": expected, "Found": found, "Parameters": ", ".join(names)}
     parts["What to do"] = remedy
     tail = [f"{head}: {text}." for head, text in parts.items() if text]
     return " ".join([f"[rank {rank}] {what}", *tail]).replace("\n ", "\n")
+
+
+def shortened(items: Sequence[object], limit: int = MAX_NAMES) -> str:
+    """Join the first items by commas, and say how many more there are."""
+    more = len(items) - limit
+    text = ", ".join(map(str, items[:limit]))
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -257,8 +257,7 @@ class Recording:
         rounds = [list(zip(row[::2], row[1::2], strict=True)) for row in everyone]
         clock = compare_clocks(rounds[0], rounds[group.rank()])
         payload = to_json([self._timeline(clock)]).encode()
-        lengths = [row[0] for row in gather_integers([len(payload)], group, device)]
-        files = gather_bytes(payload, lengths, group, device)
+        files = gather_bytes(payload, group, device)
         return tuple(line for file in files for line in from_json(file.decode()))
 
     def report(self) -> str:

@@ -222,7 +222,10 @@ def gather_integers(
 
 
 def gather_bytes(
-    buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
+    buffer: bytes,
+    group: ProcessGroup,
+    device: torch.device,
+    lengths: Sequence[int] | None = None,
 ) -> list[bytes]:
     """Gather bytes from every rank, and return those of each rank, by rank.
 
@@ -230,10 +233,13 @@ def gather_bytes(
 
     Args:
         buffer: The bytes of this rank.
-        lengths: How many bytes each rank has; all ranks know all of these numbers.
         group: The process group.
         device: Where the message lies; the backend may allow only one kind.
+        lengths: How many bytes each rank has, if all ranks know all of these numbers.
+            Otherwise they are gathered first.
     """
+    if lengths is None:
+        lengths = [row[0] for row in gather_integers([len(buffer)], group, device)]
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     return [

@@ -63,6 +63,7 @@ from .observer import Observer, Observers, RecorderObserver
 from .phase import Phase
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Reducer
+from .sparse_bucket import empty_sparse
 
 __all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
 __all__ += [
@@ -84,6 +85,7 @@ __all__ += [
     "any_reached",
     "current_task",
     "decode_layout",
+    "empty_sparse",
     "encode_layout",
     "find_tensors",
     "is_exporting",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from minidp.accelerator import NO_CONTEXT
 from minidp.errors import GradientError, explain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,7 +46,6 @@ queue_final_callback = Variable._execution_engine.queue_callback
 
 # -- contexts of the user --------------------------------------------------------------
 
-_NOWHERE: AbstractContextManager[None] = nullcontext()
 _NO_TRANSFORM = _C._ExcludeDispatchKeyGuard
 _TRANSFORMS = _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerFrontMode)
 _TRANSFORMS |= _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerBackMode)
@@ -70,7 +70,7 @@ def without_user_modes(
         or (_C.is_inference_mode_enabled() and not keeps_inference)
     ):
         return _without_user_modes(keeps_inference=keeps_inference)
-    return _NOWHERE
+    return NO_CONTEXT
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _without_user_modes(*, keeps_inference: bool) -> Iterator[None]:
         _C.DisableTorchFunction(),
         _C._DisableTorchDispatch(),
         _NO_TRANSFORM(_TRANSFORMS),
-        _NOWHERE if keeps_inference else torch.inference_mode(False),  # noqa: FBT003
+        NO_CONTEXT if keeps_inference else torch.inference_mode(False),  # noqa: FBT003
     ):
         yield
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial, wraps
 from itertools import pairwise
@@ -51,7 +51,6 @@ class BucketState(Enum):
 Method = TypeVar("Method", bound=Callable[..., Any])
 Entries = Sequence[Entry]  # per slot
 Slots = Collection[int]  # numbers of slots in a bucket
-_NO_STREAM: AbstractContextManager[object] = nullcontext()
 _FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
 
 
@@ -193,7 +192,9 @@ class Bucket(ABC):
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Return a context on the stream that has filled the payload, if any."""
-        return _NO_STREAM if self.streams is None else self.streams.launching()
+        return (
+            accelerator.NO_CONTEXT if self.streams is None else self.streams.launching()
+        )
 
     @_traced("wait")
     def wait(self, doing: str) -> None:

@@ -8,11 +8,11 @@ bucket reads or writes them, so that the rest of the core knows ``.grad`` only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+from minidp.accelerator import NO_CONTEXT
 
 
 class GradStore:
@@ -50,7 +50,7 @@ class GradStore:
         After it the parameters have their former ``.grad``, and the store has what was
         written meanwhile.
         """
-        return _AS_IT_IS
+        return NO_CONTEXT
 
     def check_used(self, counts: Tensor) -> None:
         """Raise on all ranks if averages could not be written on some of them.

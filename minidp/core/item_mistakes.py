@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from minidp.errors import MAX_NAMES, ItemCountError, explain
+from minidp.errors import ItemCountError, explain, shortened
 
 # What a rank says of its counts: a sum of those that apply.
 SILENT = 1  # this rank has counted nothing
@@ -41,7 +41,7 @@ def refuse_counts(rank: int, rows: Sequence[Sequence[float]]) -> None:
             rank,
             f"{what}.",
             expected=expected,
-            found=_few(found),
+            found=shortened(found),
             remedy=f"{remedy}; then call reset() on all ranks, and zero_grad()",
         )
     )
@@ -99,11 +99,4 @@ def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | N
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_few(ranks)}"
-
-
-def _few(items: Sequence[object]) -> str:
-    """Join the first few items by commas, and say how many more there are."""
-    more = len(items) - MAX_NAMES
-    text = ", ".join(map(str, items[:MAX_NAMES]))
-    return f"{text} and {more} more" if more > 0 else text
+    return f"rank{'s' * (len(ranks) > 1)} {shortened(ranks)}"

@@ -33,11 +33,8 @@ from minidp.errors import (
     CollectiveError,
     GradientError,
     MiniDPError,
-    frozen_here,
+    explain,
     incomplete_averages,
-    lost_hooks,
-    unreached,
-    views_of_both,
 )
 from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepEvent
@@ -257,7 +254,7 @@ class Reducer:
             if self._has_gradient(i):
                 self.ledger.used_locally.add(i)
         elif decision is Decision.UNREACHED:
-            raise GradientError(unreached(self.rank, self.names[i]))
+            raise _unreached(self.rank, self.names[i])
         elif decision is Decision.REFUSE:
             raise self.mode.twice(self.rank, self.names[i])
 
@@ -379,7 +376,7 @@ class Reducer:
         """
         missing = self.pending.missing()
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
-            raise GradientError(lost_hooks(self.rank, lost))
+            raise _lost_hooks(self.rank, lost)
         if self.mode.shares_used_map and self.mode.map_goes_first:
             self.launch_used_map()
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
@@ -420,7 +417,7 @@ class Reducer:
             self.names[i] for i in used_by_others if not self.params[i].requires_grad
         ]
         if frozen:
-            raise GradientError(frozen_here(self.rank, sorted(frozen)))
+            raise _frozen_here(self.rank, sorted(frozen))
         return unused
 
     @property
@@ -476,7 +473,7 @@ class Reducer:
         both = self._arrived_among(shared) & other._arrived_among(shared)
         if both:
             names = [name for name, param in self.named.items() if param in both]
-            raise GradientError(views_of_both(self.rank, names))
+            raise _views_of_both(self.rank, names)
 
     def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
         """Return which of the ``shared`` parameters have brought a gradient so far.
@@ -628,3 +625,54 @@ def _queue_end_callback(reference: weakref.ref[Reducer], _grads: Any) -> None:
         if autograd.is_compiled_backward():  # even if no gradient comes
             reducer.refuse_compiled()
         reducer.queue_end_callback()
+
+
+def _lost_hooks(rank: int, names: Sequence[str]) -> GradientError:
+    """Return the error that hooks do not run any more, because a module was cast."""
+    text = explain(
+        rank,
+        "Parameters lost their grad hooks, so their gradients cannot be averaged.",
+        names=names,
+        remedy="do not cast or move a module after wrapping it (.double(), .half(), "
+        ".to()); wrap it again instead",
+    )
+    return GradientError(text)
+
+
+def _views_of_both(rank: int, names: Sequence[str]) -> GradientError:
+    """Return the error that a bucket of one wrapper is the ``.grad`` of another one."""
+    text = explain(
+        rank,
+        "Two wrappers averaged the same parameters in one backward, and at least one "
+        "has gradient_as_bucket_view=True: its bucket is the .grad that the other one "
+        "reads and writes, and travels meanwhile.",
+        names=names,
+        remedy="leave that option out of both wrappers, or run a backward for each of "
+        "the losses; call reset() on all ranks, and zero_grad(), to go on",
+    )
+    return GradientError(text)
+
+
+def _unreached(rank: int, name: str) -> GradientError:
+    """Return the error that a gradient came for a bucket that no rank reduces."""
+    text = explain(
+        rank,
+        "A gradient arrived, but no rank's forward reached its parameter: its bucket "
+        "is not reduced (skip_all_reduce_unused_params=True).",
+        names=[name],
+        remedy="make the loss of what forward() returns alone, or leave that option "
+        "out; call reset() on all ranks to go on",
+    )
+    return GradientError(text)
+
+
+def _frozen_here(rank: int, names: Sequence[str]) -> GradientError:
+    """Return the error that parameters are frozen on this rank, but not on others."""
+    text = explain(
+        rank,
+        "Parameters are frozen on this rank, but other ranks have gradients of them.",
+        names=names,
+        remedy="freeze and unfreeze on all ranks alike, best before wrapping; call "
+        "reset() on all ranks to go on",
+    )
+    return GradientError(text)

@@ -13,6 +13,18 @@ from .averaging import DivideFactors
 from .bucket import Bucket, Entries, Slots
 
 
+def empty_sparse(param: Tensor) -> Tensor:
+    """Return a sparse gradient of zeros for a parameter."""
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=param.device),
+        param.new_empty((0, *param.shape[1:])),
+        param.shape,
+        device=param.device,  # else the user's default device
+        is_coalesced=True,
+        check_invariants=True,
+    )
+
+
 class SparseBucket(Bucket):
     """A bucket of one parameter, whose sparse gradient travels by itself.
 
@@ -33,15 +45,7 @@ class SparseBucket(Bucket):
         """
         grad = entries[0]
         if not isinstance(grad, Tensor):
-            param = self.params[0].detach()
-            grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=param.device),
-                param.new_empty((0, *param.shape[1:])),
-                param.shape,
-                device=param.device,  # else the user's default device
-                is_coalesced=True,
-                check_invariants=True,
-            )
+            grad = empty_sparse(self.params[0].detach())
         elif grad.layout is not torch.sparse_coo:
             expected = "a sparse COO gradient (the embedding has sparse=True)"
             found = f"a gradient of layout {grad.layout}"

@@ -10,7 +10,7 @@ forwards note their contexts here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from minidp.core import GradStore, Reducer, is_rpc_up
 from minidp.errors import GradientError, explain
 
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 _NUM_NEWEST = 1000  # newest contexts to search if the forward ran in no context
 
 
@@ -140,7 +139,7 @@ class RpcStore(GradStore):
             GradientError: At the end of the block, if an average was written for a
                 parameter that has no gradient in the context. Python cannot add one.
         """
-        return self._as_grads(params) if self.is_external else _AS_IT_IS
+        return self._as_grads(params) if self.is_external else super().as_grads(params)
 
     @contextmanager
     def _as_grads(self, params: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -20,6 +20,7 @@ from minidp.core import (
     ItemTotals,
     Reducer,
     current_task,
+    empty_sparse,
     find_tensors,
     is_known,
     probe_outputs,
@@ -111,14 +112,7 @@ def weigh_loss(  # noqa: D417 -- self: a method
 
 def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
     """Return a gradient of zeros for a leaf, which is sparse for those listed by id."""
-    if id(leaf) not in sparse:
-        return torch.zeros_like(leaf)
-    return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64, device=leaf.device),
-        leaf.new_empty((0, *leaf.shape[1:])),
-        leaf.shape,
-        device=leaf.device,  # else the user's default device
-    )
+    return empty_sparse(leaf) if id(leaf) in sparse else torch.zeros_like(leaf)
 
 
 def item_totals(self: DataParallel) -> ItemTotals:

@@ -19,10 +19,10 @@ from torch.optim.optimizer import Optimizer
 from minidp.comm import exchange_device, gather_integers, has_store
 from minidp.console import warn
 from minidp.errors import (
-    MAX_NAMES,
     ReplicaMismatchError,
     explain,
     incomplete_averages,
+    shortened,
 )
 from minidp.replica import (
     Survey,
@@ -271,7 +271,7 @@ def _explain_difference(rank: int, found: standing.Differences) -> str:
         rank,
         "After reset() the replicas are not the same: some ranks have made a step that "
         "others missed, or parameters were changed on some ranks only.",
-        names=found.names[:MAX_NAMES],
+        names=[shortened(found.names)],
         expected="the same on all ranks",
         found=f"other {'; '.join(found.texts)}",
         remedy="call reset(copy_from=0) instead, which copies rank 0's parameters, "

@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer
 from minidp.config import passing
 from minidp.console import warn
 from minidp.core import Ledger, Reducer
-from minidp.errors import MAX_NAMES, explain
+from minidp.errors import explain, shortened
 
 if TYPE_CHECKING:
     from .optimizer_guard import Guard
@@ -169,7 +169,7 @@ def _explain(facts: _Facts, name: str, names: Sequence[str]) -> str:
         f"{name}.step() applies gradients that nobody has averaged over ranks: the "
         "DataParallel object around these parameters is gone, so that ranks train "
         "apart from now on.",
-        names=names[:MAX_NAMES],
+        names=[shortened(names)],
         remedy="keep what DataParallel(net) returned as long as you train, and call "
         "it instead of its .module; or use minidp.attach(net), which lives as long as "
         "net does; if each rank is meant to go on alone, destroy the process group "

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minidp.comm import address_of, is_waiting, post_json, read_json
 from minidp.core import Phase, Reducer
-from minidp.errors import MAX_NAMES
+from minidp.errors import shortened
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -107,9 +107,7 @@ def status_of(reducer: Reducer, thread: int) -> RankStatus:
 
 
 def _text_of_missing(names: list[str]) -> str:
-    listed, rest = ", ".join(names[:MAX_NAMES]), len(names[MAX_NAMES:])
-    more = f" and {rest} more" if rest else ""
-    return f", without gradients of {listed}{more}" if names else ""
+    return f", without gradients of {shortened(names)}" if names else ""
 
 
 def place_of(thread: int) -> tuple[str, bool]:

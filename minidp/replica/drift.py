@@ -52,7 +52,7 @@ from minidp.comm import (
 from minidp.config import AUTO
 from minidp.console import warn
 from minidp.core import BucketQueue, Observer
-from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
+from minidp.errors import ReplicaMismatchError, explain, shortened
 
 from .digest import digest_of, sum_of_bits
 from .rounding import are_close_on_all_ranks
@@ -507,7 +507,7 @@ class ReplicaCheck(Observer):
             self._queue.communicator.rank,
             f"The replicas differ: at the beginning of step {step}, {names[0]} is not "
             f"the same on all ranks{more}.{since}{cause.text}",
-            names=names[:MAX_NAMES],
+            names=[shortened(names)],
             expected=f"the bits of rank {', '.join(rest)}",
             found=f"other bits on rank {', '.join(odd)}",
             remedy=cause.remedy,

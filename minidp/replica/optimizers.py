@@ -30,7 +30,6 @@ from minidp.comm import (
     broadcast_coalesced,
     exchange_device,
     gather_bytes,
-    gather_integers,
 )
 
 from .digest import sum_of_bits
@@ -160,8 +159,7 @@ def copy_optimizers(
     }
     device = exchange_device(group, next(iter(params.values())).device)
     mine = json.dumps(plan).encode() if group.rank() == root else b""
-    lengths = [n for (n,) in gather_integers([len(mine)], group, device)]
-    plan = json.loads(gather_bytes(mine, lengths, group, device)[root])
+    plan = json.loads(gather_bytes(mine, group, device)[root])
     if group.rank() != root:
         tensors = []
     opaque = set()

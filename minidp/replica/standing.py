@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minidp.comm import ProcessGroup, exchange_device, gather_bytes, gather_integers
+from minidp.comm import ProcessGroup, exchange_device, gather_bytes
+from minidp.errors import shortened
 
 from .optimizers import OptimizerFacts
 from .schedulers import are_apart, can_copy_scheduler
@@ -46,9 +47,8 @@ def exchange(
     mine: Standing, group: ProcessGroup, device: torch.device
 ) -> list[Standing]:
     """Return the standings of all ranks, by rank. All ranks must call this together."""
-    text, device = mine.to_bytes(), exchange_device(group, device)
-    lengths = [length for (length,) in gather_integers([len(text)], group, device)]
-    return [from_bytes(each) for each in gather_bytes(text, lengths, group, device)]
+    texts = gather_bytes(mine.to_bytes(), group, exchange_device(group, device))
+    return [from_bytes(each) for each in texts]
 
 
 class Differences(NamedTuple):
@@ -70,7 +70,7 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     texts = []
     for kind, found in (("parameters", parameters), ("frozen parameters", frozen)):
         if found:
-            texts.append(f"{kind} {_some([*found])} on {_odd_ranks(found)}")
+            texts.append(f"{kind} {shortened([*found], _SHOWN)} on {_odd_ranks(found)}")
     every = [s.optimizers for s in standings]
     shared = [k for k in every[0] if all(k in each for each in every)]
     of_optimizers = [
@@ -83,7 +83,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.
     if texts and buffers:
-        texts.append(f"module buffers {_some([*buffers])} on {_odd_ranks(buffers)}")
+        texts.append(
+            f"module buffers {shortened([*buffers], _SHOWN)} on {_odd_ranks(buffers)}"
+        )
     return Differences(
         texts,
         [*parameters, *frozen],
@@ -113,7 +115,9 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
     if own := _differing([{"": each.settings} for each in facts]):
         texts.append(f"settings of {name} (learning rate ...) on {_odd_ranks(own)}")
     if state := _differing([each.state for each in facts]):
-        texts.append(f"state of {name} for {_some([*state])} on {_odd_ranks(state)}")
+        texts.append(
+            f"state of {name} for {shortened([*state], _SHOWN)} on {_odd_ranks(state)}"
+        )
     for path, row in _differing([each.schedulers for each in facts]).items():
         progress, scheduler = [each or [] for each in row], path.rpartition(".")[2]
         if not (is_known and can_copy_scheduler(path, progress)):
@@ -148,8 +152,3 @@ def _odd_ranks(found: Mapping[str, Sequence[Any]]) -> str:
 
     ranks = sorted({rank for row in found.values() for rank in odd(row)})
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

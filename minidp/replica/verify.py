@@ -134,7 +134,7 @@ def verify(
     mark_group(group, heads[0][3])
     if rejected or any(each[:2] != heads[0][:2] for each in heads):
         lengths = [length for _, length, *_ in heads]
-        texts = gather_bytes(buffer, lengths, group, device)
+        texts = gather_bytes(buffer, group, device, lengths)
         if not rejected:
             replicas = [json.loads(each) for each in texts]
             raise ReplicaMismatchError(_explain_difference(replicas, group.rank()))

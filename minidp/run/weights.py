@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from minidp.comm import gather_json, group_ranks, post_json
+from minidp.errors import shortened
 from minidp.replica import sum_of_bits
 
 from .ranks import from_environment
@@ -72,9 +73,7 @@ class WeightWatch:
                 theirs = every.get(first, {}).get(number, [ranks, sums])[1]
                 odd = [n for n in sums if n in theirs and sums[n] != theirs[n]]
                 if odd:
-                    more = f" and {len(odd) - _MAX_NAMES} more"
-                    names = ", ".join(odd[:_MAX_NAMES])
-                    names += more if len(odd) > _MAX_NAMES else ""
+                    names = shortened(odd, _MAX_NAMES)
                     texts.append(f"rank {other} differs from rank {first} in {names}")
         return "; ".join(texts)
 
