@@ -182,7 +182,7 @@ class Backward:
 
     ready_s: tuple[float, ...]  # seconds since its begin, ascending, at most `end_s`
     nbytes: tuple[int, ...]
-    end_s: float  # seconds from the begin to the end of the backward
+    end_s: float  # seconds from the start to the end of the backward
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): there is one
     order: tuple[int, ...] = ()  # the parameter at each position, by its index
 
@@ -213,7 +213,7 @@ def in_ready_order(
         nbytes: The bytes of each gradient.
         kinds: What all gradients of a bucket share, and whether this one is sparse: a
             sparse one is alone in its bucket.
-        end_s: The seconds from the begin to the end of the backward.
+        end_s: The seconds from the start to the end of the backward.
     """
     times = {i: math.inf if time is None else time for i, time in ready_s.items()}
     order = sorted(times, key=lambda i: (times[i], -i))

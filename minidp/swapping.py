@@ -116,7 +116,7 @@ def swapped() -> Iterator[None]:
 
 
 class _Swapping:
-    """Swap at the begin of the outermost of nested blocks, and undo it at its end."""
+    """Swap at the start of the outermost of nested blocks, and undo it at its end."""
 
     depth = 0  # how many blocks are open
     is_for_good = False  # whether `swap` was called: a block that never ends

@@ -64,7 +64,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """The median seconds from a backward's begin until averages are in .grad."""
+        """The median seconds from a backward's start until averages are in .grad."""
         return median(step.reduced_s for step in self.judged)
 
     @property

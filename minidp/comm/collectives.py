@@ -38,9 +38,9 @@ MAX_IN_FLIGHT = 2  # how many such messages travel at once; more would only need
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """Start to sum a tensor over all ranks, in place, and return the work.
 
-    All ranks of the group must call it, in the same order. Nothing is divided. A single
-    rank starts nothing where the sum is the tensor itself: if it is dense and on the
-    CPU, and the group is not written in Python.
+    All ranks of the group must call it, in the same order. Nothing is divided. With one
+    rank, a dense CPU tensor is its own sum, so nothing is started, unless the group is
+    written in Python.
     """
     # On a device an all-reduce orders streams, and of a sparse tensor it merges equal
     # indices.

@@ -43,13 +43,13 @@ SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
 _REMEDY = (
-    "look for the rank that died, raised, took another branch, or ran out of inputs "
-    "(see join()); then call reset() on all live ranks"
+    "look for the rank that died, raised, took a different branch, or ran out of "
+    "inputs (see join()); then call reset() on all live ranks"
 )
 
 
 class Question(Protocol):
-    """The question which ranks will not come to a meeting of all ranks.
+    """Asks which ranks will not come to a meeting of all ranks.
 
     The thread of the watchdog fills the sets, from what the ranks publish.
     """
@@ -63,7 +63,7 @@ class Question(Protocol):
 
 
 class Answerer(Protocol):
-    """Who can answer a question of another rank while this rank waits for that one."""
+    """Answers other ranks' questions while this rank waits in a collective."""
 
     def answer(self) -> None:
         """Look for a question in the store, and post an answer, without waiting."""

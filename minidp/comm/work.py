@@ -181,7 +181,7 @@ def completed(value: Any) -> Future[Any]:
 
 
 class Waiter(Protocol):
-    """Who waits in place of `wait_for`, with a limit: a `Communicator`."""
+    """Waits on behalf of `wait_for`, and enforces a time limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
         """Return the result of a work.

@@ -229,9 +229,8 @@ class ReducerConfig:
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buckets, not single gradients
     lazy_bucket_allocation: bool = False  # buffers live from first copy to write-back
-    last_is_small: bool = (
-        False  # the rebuild makes the last bucket small, not the first
-    )
+    # The rebuild makes the last bucket small, not the first.
+    last_is_small: bool = False
     saved_layout: SavedLayout | None = None  # the buckets to start with
     tunes: bool = False  # bucket_cap_mb="auto"
     averages_items: bool = False  # average_over="items"

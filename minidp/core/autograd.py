@@ -54,7 +54,7 @@ _TRANSFORMS |= _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerBackMode)
 def without_user_modes(
     *, keeps_inference: bool = False
 ) -> AbstractContextManager[None]:
-    """Return a block outside of what the user has entered, for tensors of our own.
+    """Suspend the user's modes in a block, so that tensors made there are ordinary.
 
     Inside a default device, a function or dispatch mode (`FakeTensorMode`), a transform
     of `torch.func`, or inference mode a new tensor belongs to that context: a bucket

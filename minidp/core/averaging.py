@@ -49,7 +49,7 @@ class DivideFactors(NamedTuple):
 
 
 class Averaging:
-    """How one reducer averages: its divisors, comm hook, item counts, shared memory.
+    """Decides by what gradients are divided, and whether a comm hook reduces them.
 
     Args:
         communicator: The communicator of the ranks.

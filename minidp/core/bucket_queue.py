@@ -60,8 +60,10 @@ class BucketQueue:
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
         self.observers = Observers()
-        self._untold: list[Observer] = []  # of the first launch of this backward
-        self.untouched: Collection[int] = ()  # by the last `finish`, in ``.grad``
+        # Observers that have not been told yet that this backward launches.
+        self._untold: list[Observer] = []
+        # Parameters whose ``.grad`` the last `finish` did not write.
+        self.untouched: Collection[int] = ()
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
         self.used_map = UsedMap(*common)

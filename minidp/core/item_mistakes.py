@@ -70,7 +70,7 @@ def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | N
         )
     if silent:
         return (
-            f"No number of items was said on {_names(silent)}",
+            f"{_names(silent).capitalize()} gave no number of items in this step",
             expected,
             "on every rank call count_items(n) or weigh_loss(loss, n) before "
             "backward(), with 0 where a rank has no items",

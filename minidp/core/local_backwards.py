@@ -24,7 +24,7 @@ class LocalBackwards:
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
         """Tell observers that a forward has ended.
 
-        If its backward will be local, its output is hooked, to see that begin.
+        If its backward will be local, its output is hooked, to see that start.
         """
         if will_reduce:
             self._observers.on_step_event(StepEvent.FORWARD_END)

@@ -151,7 +151,7 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Let the next backward reduce, and hook the output to see that begin.
+        """Let the next backward reduce, and hook the output to see that start.
 
         It may search the graph. With ``skip_all_reduce_unused_params`` all ranks must
         call it together, because they exchange what their forwards have reached.

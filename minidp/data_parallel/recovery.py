@@ -109,7 +109,7 @@ def settle_after_reset(
         return
     missed = ""
     if found is not None:
-        # A second reset() mends nothing, either.
+        # A second reset() does not help, either.
         missed = found.steps or (check.missed_steps if found.parameters else "")
         is_excused = any(all_excuses) or _is_only_rounding(ddp, found)
         if found.texts and (missed or not is_excused):
@@ -273,7 +273,7 @@ def _explain_difference(rank: int, found: standing.Differences) -> str:
         "others missed, or parameters were changed on some ranks only.",
         names=[shortened(found.names)],
         expected="the same on all ranks",
-        found=f"other {'; '.join(found.texts)}",
+        found=f"different {'; '.join(found.texts)}",
         remedy="call reset(copy_from=0) instead, which copies rank 0's parameters, "
         "buffers, optimizer state and learning rate schedulers to all ranks; or load "
         "the same checkpoint of all these on all ranks now. If parameters still differ "

@@ -33,8 +33,7 @@ def shadow_backward(reducer: Reducer) -> None:
     It must be called while the others run one synchronised backward. ``.grad`` gets
     their averages, for optimizers that join, too. The comm hook and observers are
     called as in a backward. This rank counts as one with 0 items, and keeps its own
-    counts for later.
-    If this raises, the reducer is FAILED until `reset`.
+    counts for later. If this raises, the reducer is FAILED until `reset`.
     """
     queue, mode = reducer.queue, reducer.mode
     everything = list(range(len(reducer.params)))

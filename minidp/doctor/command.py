@@ -121,9 +121,8 @@ class Examination:
         self._env = env
         self._wait = wait
         self._launch: environment.Launch | None = None
-        self._meeting: Meeting | None = (
-            None  # set once ranks have exchanged their facts
-        )
+        # Set once ranks have exchanged their facts.
+        self._meeting: Meeting | None = None
         self._store: Any = None  # set once all ranks have come, one process each
         self._present: tuple[int, ...] = ()  # ranks that came in time
         self._has_own_gpus = False  # whether each rank has a GPU

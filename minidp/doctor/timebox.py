@@ -52,9 +52,8 @@ class Runner:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.findings: list[Finding] = []
-        self.is_stuck = (
-            False  # whether a thread was left behind, or a group is unusable
-        )
+        # Whether a thread was left behind, or a group is unusable.
+        self.is_stuck = False
         self.current = "the first check"  # the name of the check that runs, or ran last
 
     def run(self, name: str, check: Check, seconds: float | None = None) -> bool:

@@ -102,12 +102,12 @@ class Verdict:
                 "that this rank cannot know whether they are equal"
             )
         if absent := sorted(self.ranks - self.digests.keys()):
-            return f"no such doubt on rank {listed(absent)}, which went on without it"
+            return f"rank {listed(absent)} did not see this problem and went on"
         values = [*self.digests.values()]
         usual = max(values, key=values.count)
         odd = [rank for rank, value in self.digests.items() if value != usual]
         rest = [rank for rank, value in self.digests.items() if value == usual]
-        return f"other {what} on rank {listed(odd)} than on rank {listed(rest)}"
+        return f"different {what} on rank {listed(odd)} than on rank {listed(rest)}"
 
 
 class Comparison:

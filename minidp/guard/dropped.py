@@ -173,6 +173,6 @@ def _explain(facts: _Facts, name: str, names: Sequence[str]) -> str:
         remedy="keep what DataParallel(net) returned as long as you train, and call "
         "it instead of its .module; or use minidp.attach(net), which lives as long as "
         "net does; if each rank is meant to go on alone, destroy the process group "
-        f"before, or {passing(unsynced='ignore')}. This is said once of each "
+        f"before, or {passing(unsynced='ignore')}. This is reported once for each "
         "parameter",
     )

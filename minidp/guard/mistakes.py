@@ -257,7 +257,7 @@ class StepCheck:
         if not names or not any(is_nonzero(params[i].grad) for i in self.held):
             return None
         return Suspicion(
-            "An optimizer steps although no backward has brought averages since its "
+            "An optimizer steps although no backward has averaged gradients since its "
             "last step.",
             names,
             "if the script sets .grad itself (by torch.func or torch.autograd.grad), "
@@ -362,7 +362,7 @@ def suspect_late(reducer: Reducer, late: Mapping[str, nn.Parameter]) -> Suspicio
         "wrap the module again after such a change, with everything trainable "
         "that will be; or wrap it with these on its ignore list, if they are meant to "
         "differ between ranks",
-        "the same values and gradients of them on all ranks",
+        "equal values and gradients of these parameters on all ranks",
     )
 
 

@@ -536,8 +536,8 @@ class Guard:
         elif verdict.is_proof:
             suspicion = Suspicion(
                 f"{self._steps.describe_left_out()} on this rank since a backward "
-                "brought averages, and the replicas differ now: other ranks have made "
-                "a step, or parameters were changed by hand on some ranks only.",
+                "averaged gradients, and the replicas differ now: other ranks have "
+                "made a step, or parameters were changed by hand on some ranks only.",
                 names=self.reducer.names,
                 expected="the same parameters on all ranks",
                 remedy="if an exception after backward() was caught, leave out the "
@@ -563,7 +563,7 @@ class Guard:
             self._has_warned = True
             warn(
                 f"{text} This could not be proved, because other ranks did not answer, "
-                "and is said once."
+                "and is reported once."
             )
 
     def _judge_joined(self) -> _Outcome:
@@ -881,13 +881,15 @@ class _Outcome(Enum):
     RIGHT = auto()  # the ranks do the same
     WRONG = auto()  # a mistake is proved, or the user ignores all; it was complained of
     OPEN = auto()  # only the parameters can tell, later
-    UNANSWERED = auto()  # the same, because other ranks do not come to this step
-    MADE_ELSEWHERE = auto()  # and they can after this step, which other ranks have made
+    # Other ranks do not come to this step, so only the parameters can tell, later.
+    UNANSWERED = auto()
+    # Other ranks have made this step already; the parameters can tell right after it.
+    MADE_ELSEWHERE = auto()
     LEFT_TO_THE_STEP = auto()  # the gradients differ; the optimizer may average them
 
 
 class _Trust:
-    """Decide how often to compare what all ranks have changed alike again and again.
+    """Compare less and less often while comparisons find the ranks equal.
 
     Sharpness-aware training, for example, moves weights and puts them back in each
     step. Each of the first changes is compared, and later ones more and more rarely,

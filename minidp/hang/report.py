@@ -101,8 +101,8 @@ class MissingRanks:
         if not told:
             told = self._others
             head = (
-                "No rank is missing, but they do not do the same (or what they send "
-                "does not arrive)."
+                "All ranks are running, but they wait in different places, or their "
+                "messages do not arrive."
             )
         return " ".join([head, *(self._tell(rank) for rank in told[:_MAX_TOLD])])
 
@@ -154,7 +154,7 @@ def _cut(text: str) -> str:
 
 
 class Inquiry(FutureWork):
-    """The question which ranks are missing in a collective. `try_answer` answers it.
+    """Asks which ranks are missing in a collective; `try_answer` answers it.
 
     Args:
         started: The number of the collective.
@@ -195,7 +195,7 @@ class Inquiry(FutureWork):
 
 
 class Passed:
-    """The question which ranks will not come to a meeting.
+    """Asks which ranks will not come to a meeting.
 
     It stays open until `drop`. The heartbeat calls `try_answer` again and again, and
     each call adds to the three sets below.

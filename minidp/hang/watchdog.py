@@ -56,9 +56,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._farewell = ""  # why the process ends; "" while it goes on
-        self._is_mute = (
-            False  # whether the process ends now, so that stores may be gone
-        )
+        # Whether the process ends now, so that stores may be gone.
+        self._is_mute = False
         self._judged: list[Heartbeat] = []  # those that a thread of `_judge` looks at
 
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:

@@ -140,9 +140,9 @@ class HookInFlight(FutureWork):
             raise self.problem(text) from error
         if not _is_intact(buffer, self._alias):
             raise self.problem(
-                "has left the bucket's buffer with another size, dtype or memory",
+                "has left the bucket's buffer with a different size, dtype or memory",
                 expected="a hook that changes the values of bucket.buffer(), or brings "
-                "another tensor in its future",
+                "a different tensor in its future",
             )
         expected = f"one tensor of {buffer.numel()} elements"
         if not isinstance(result, torch.Tensor):
@@ -177,7 +177,7 @@ class HookInFlight(FutureWork):
                 names=self._names,
                 expected=expected,
                 found=found,
-                remedy="mend the hook, or look for a rank that died; then call reset() "
+                remedy="fix the hook, or look for a rank that died; then call reset() "
                 "on all ranks, and zero_grad()",
             )
         )

@@ -40,8 +40,8 @@ class BucketOverlap:
     members: tuple[int, ...]  # parameter indices
     nbytes: int
     dense_bytes: int  # the same, but 0 if the bucket's gradient is sparse
-    first_s: float | None  # from the backward's begin to the first gradient, if known
-    full_s: float  # from the backward's begin to the last gradient
+    first_s: float | None  # from the backward's start to the first gradient, if known
+    full_s: float  # from the backward's start to the last gradient
     waited_s: float  # from full until launched and the bucket before is done
     late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
     wire_s: float  # while the bytes move

@@ -139,7 +139,7 @@ def backward_of(timeline: Timeline) -> Backward:
 
 
 def _ready_times(timeline: Timeline) -> dict[int, float | None]:
-    """Return how long after the backward's begin each gradient usually comes.
+    """Return how long after the backward's start each gradient usually comes.
 
     If the grad hook of a parameter was never timed, it is the time when its bucket was
     full. It is None if no recorded step reduced that bucket.

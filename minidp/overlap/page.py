@@ -121,7 +121,7 @@ def _json(data: Any) -> str:
 def _step(run: Run, number: int) -> dict[str, Any]:
     """Return the step of all ranks that has an index in `Run.common`.
 
-    Times are nanoseconds after the begin on the earliest rank. A rank whose clock is
+    Times are nanoseconds after the start on the earliest rank. A rank whose clock is
     unknown begins at its own 0.
     """
     steps = run.common[number]

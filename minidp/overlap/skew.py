@@ -172,7 +172,7 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 class Skew:
     """How late each rank is at some places: seconds after the median of the others.
 
-    The places are the begin of its first forward and of its backward, and the launch of
+    The places are the start of its first forward and of its backward, and the launch of
     each bucket. A rank that is early has negative seconds.
     """
 

@@ -74,7 +74,7 @@ class Step:
 
     @property
     def reduced_s(self) -> float:
-        """The seconds from the backward's begin until all averages are in ``.grad``."""
+        """The seconds from the backward's start until all averages are in ``.grad``."""
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:

@@ -91,17 +91,18 @@ _UNKNOWN = _Cause(
     "",
     "find what changes parameters on some ranks only: a checkpoint that was loaded on "
     "one rank (load it on all, or on rank 0 before wrapping, which broadcasts), "
-    "another seed with init_sync=False, an update by hand, random numbers, or "
+    "a different seed with init_sync=False, an update by hand, random numbers, or "
     "unsynced='ignore'. Then load the last checkpoint on all ranks and call reset(), "
     "or call reset(copy_from=0) to copy rank 0's state, or wrap the module again. If "
     "parameters are meant to differ, put them on the list of ignored ones "
     "(_set_params_and_buffers_to_ignore_for_model), or pass check_replicas_every=0",
 )
 _ROUNDING = _Cause(
-    " The difference is as small as rounding: other hardware, or kernels that are not "
-    "deterministic, may be the cause.",
+    " The difference is as small as rounding: different hardware, or kernels that are "
+    "not deterministic, may be the cause.",
     "nothing, if that is the cause; else find what changes parameters on some ranks "
-    "only. check_replicas_every=100 makes any difference an error. This is said once",
+    "only. check_replicas_every=100 makes any difference an error. This is reported "
+    "once",
 )
 _LOCAL = _Cause(
     " Parameters were updated inside no_sync(), where gradients stay local, and nobody "
@@ -109,7 +110,7 @@ _LOCAL = _Cause(
     "if the update was meant to use averaged gradients, take optimizer.step() and "
     "zero_grad() out of the no_sync() block (an indentation too deep). For local SGD, "
     "average the parameters before the next forward outside no_sync(). Then load the "
-    "last checkpoint on all ranks. This is said once",
+    "last checkpoint on all ranks. This is reported once",
 )
 _MISSED = _Cause(
     " A rank has missed steps that others have made ({}), and nothing has made the "
@@ -121,8 +122,8 @@ _MISSED = _Cause(
 _EXCUSED = _Cause(
     " Before, a mistake was only warned of, because of unsynced='warn': the replicas "
     "have trained apart since.",
-    "mend what that warning named, then load the last checkpoint on all ranks. If the "
-    "replicas are meant to differ, pass unsynced='ignore'. This is said once",
+    "fix what that warning named, then load the last checkpoint on all ranks. If the "
+    "replicas are meant to differ, pass unsynced='ignore'. This is reported once",
 )
 # The checksums of all ranks, for each tensor that differs, by its name.
 _Differences = Mapping[str, Sequence[int]]
@@ -183,9 +184,8 @@ class ReplicaCheck(Observer):
         self._agrees_before_steps = False
         self.has_optimizer = False  # whether one steps parameters of the wrapper
         self.warns = False  # whether unsynced="warn"
-        self.name = (
-            ""  # a new name in the store, equal on all ranks; "" without a store
-        )
+        # A new name in the store, equal on all ranks; "" without a store.
+        self.name = ""
         self.meets_at = ""  # where in the store the next comparison is, see `meet`
         self._base = 0  # the step at which the schedule began
         self._is_shared = True  # whether all ranks are known to compare in these steps
@@ -401,7 +401,7 @@ class ReplicaCheck(Observer):
     def _row(self, snapshot: _Snapshot) -> list[int]:
         """Return what the ranks exchange, as integers.
 
-        These are the step (counted from the begin of the schedule), the excuses,
+        These are the step (counted from the start of the schedule), the excuses,
         whether there is an optimizer after whose step the ranks can compare, and the
         checksum.
         """
@@ -509,7 +509,7 @@ class ReplicaCheck(Observer):
             f"the same on all ranks{more}.{since}{cause.text}",
             names=[shortened(names)],
             expected=f"the bits of rank {', '.join(rest)}",
-            found=f"other bits on rank {', '.join(odd)}",
+            found=f"different bits on rank {', '.join(odd)}",
             remedy=cause.remedy,
         )
 

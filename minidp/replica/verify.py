@@ -173,7 +173,7 @@ def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
     else:
         pairs = zip(items[0], items[other], strict=True)
         (name, here), (twin, there) = next((a, b) for a, b in pairs if a != b)
-        place = "" if twin == name else f"{twin} (another registration order): "
+        place = "" if twin == name else f"{twin} (a different registration order): "
         what = (
             f"Expected {name}: {here} (rank 0); found on rank {other}: {place}{there}."
         )

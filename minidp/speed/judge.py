@@ -117,7 +117,7 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
     It is None while the ranks have different buckets, because these are being rebuilt.
 
     Args:
-        full: The seconds from the backward's begin until a bucket was full, by rank and
+        full: The seconds from the backward's start until a bucket was full, by rank and
             bucket.
         rank: The rank to compare with the median of the others.
     """

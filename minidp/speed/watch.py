@@ -132,7 +132,7 @@ class SpeedWatch(Observer):
     # -- events, see `Observer` --------------------------------------------------
 
     def on_bucket_event(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket became full, after the begin of the backward."""
+        """Store when a bucket became full, after the start of the backward."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 

@@ -46,8 +46,8 @@ def require_known(version: str) -> None:
     if version not in KNOWN:
         raise ImportError(
             f"minidp.torchft knows torchft {', '.join(KNOWN)}, but {version} is "
-            "installed, whose private names may have another meaning. What to do: pip "
-            f"install torchft=={KNOWN[-1]}, or update minidp."
+            "installed, whose private names may have a different meaning. What to do: "
+            f"pip install torchft=={KNOWN[-1]}, or update minidp."
         )
 
 
@@ -257,7 +257,7 @@ class Quorum:
         manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
-            remedy += "manager.start_quorum(), at the begin of each step"
+            remedy += "manager.start_quorum(), at the beginning of each step"
             what = "A backward began, but no quorum was started."
             raise MiniDPError(explain(rank, what, remedy=remedy))
         if set(manager._user_state_dicts) == {KEY}:

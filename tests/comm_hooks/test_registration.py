@@ -172,7 +172,7 @@ def test_results_that_do_not_fit(returned, says, buffer):
     assert text.startswith("[rank 1] The comm hook call.<locals>.<lambda> returned ")
     for part in (says, "(bucket 3)", "Expected: "):
         assert part in text
-    assert "Parameters: a.weight, a.bias. What to do: mend the hook" in text
+    assert "Parameters: a.weight, a.bias. What to do: fix the hook" in text
 
 
 def test_errors_keep_their_cause():

@@ -141,7 +141,7 @@ def replica(seed, *, is_wrapped=True, **changes):
 
 @judged(
     (replica(0), OK, "same values"),
-    (replica(1), FAILED, "rank 1 has other values than rank 0"),
+    (replica(1), FAILED, "rank 1 has different values than rank 0"),
     (replica(1, is_wrapped=False), OK, "init_sync"),
     (replica(0, spare=True), FAILED, "spare.weight and spare.bias"),
     (replica(0, unreadable="lazy"), SKIPPED, "rank 1: lazy"),

@@ -331,7 +331,7 @@ def test_collectives_that_are_broken(ctx):
         ["warning", "rank 1 is +100.0 s off rank 0"],
         # 6 rounds, in each of them one element, on one rank.
         ["failed", "400 B: 6 elements are not the sum of all ranks"],
-        ["failed", "a probe model has other gradients on rank 1 than on rank 0"],
+        ["failed", "a probe model has different gradients on rank 1 than on rank 0"],
         [
             "failed",
             "of a probe model: 0.weight, 0.bias, 2.weight and 2.bias did not get "
@@ -340,6 +340,6 @@ def test_collectives_that_are_broken(ctx):
         [
             "warning",
             "a probe model gets the mean of all ranks, bit for bit the same on "
-            "each; torch's DDP gives other bits",
+            "each; torch's DDP gives different bits",
         ],
     ]

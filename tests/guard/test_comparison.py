@@ -70,7 +70,7 @@ def test_gradients_that_differ_by_rounding_are_applied(ctx):
     for param in ddp.parameters():
         param.grad.fill_(1.0 + 1e-3 * ctx.rank)
     local_backwards(ctx, ddp)
-    with pytest.raises(UnsyncedGradientsError, match="other values on rank 1 than on"):
+    with pytest.raises(UnsyncedGradientsError, match="different values on rank 1 than"):
         optimizer.step()
 
 
@@ -146,7 +146,7 @@ def test_a_waiting_rank_answers_that_it_differs(ctx):
         found = str(error)
     assert "averaged nothing: torch.autograd.grad" in found
     if ctx.rank == 1:
-        assert "Found: other parameters on rank 1 than on rank 0" in found
+        assert "Found: different parameters on rank 1 than on rank 0" in found
         assert "Parameters: a, b" in found
 
 
@@ -288,7 +288,7 @@ def test_parts_that_are_never_sent_are_found_without_a_forward(ctx, broadcasts, 
         return values(ddp)
     if parts == "alike":
         assert "on all ranks before the next step like it" in found
-    assert "Found: other " in found
+    assert "Found: different " in found
     assert "Parameters: " in found
     return []
 
@@ -314,7 +314,7 @@ def test_one_rank_steps_for_all(ctx, broadcasts):
         ddp(X).backward()
 
     found = message_of(train)
-    assert ("other parameters on rank" in found) is not broadcasts
+    assert ("different parameters on rank" in found) is not broadcasts
     return [] if not broadcasts else values(ddp)
 
 

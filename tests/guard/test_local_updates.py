@@ -47,7 +47,9 @@ def refused(call, what, *args):
         call(*args)
     text = str(caught.value)
     assert text.startswith("[rank 0] Parameters changed after a ")
-    assert "Found: other parameters on rank 1 than on rank 0. Parameters: a, b" in text
+    assert (
+        "Found: different parameters on rank 1 than on rank 0. Parameters: a, b" in text
+    )
     assert "reset()" in text
 
 

@@ -71,8 +71,8 @@ def test_one_rank_skips_a_backward():
     assert text.startswith(
         "[rank 1] A forward announced a synchronised backward that never came on this "
         "rank, so the gradients present are not those of this step. Expected: the same "
-        "step on all ranks, without a backward. Found: no such doubt on rank 0, which "
-        "went on without it. Parameters: a, b. What to do: call backward() on "
+        "step on all ranks, without a backward. Found: rank 0 did not see this "
+        "problem and went on. Parameters: a, b. What to do: call backward() on "
     )
     assert "Rank 1 gave up: UnsyncedGradientsError: [rank 1] A forward" in theirs
 

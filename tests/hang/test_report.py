@@ -111,7 +111,9 @@ def test_what_is_said_of_others(names, more, absent, text, may_still_come):
         text = text.replace("AT", f"HERE, in {AT}").replace("HERE", here)
         assert told.startswith(f"Missing: rank {absent}. Rank {absent[0]} {text}")
     else:
-        assert told.startswith("No rank is missing, but they do not do the same ")
+        assert told.startswith(
+            "All ranks are running, but they wait in different places, "
+        )
         assert f" Rank 1: {here}" in told
         assert told.endswith(text)
     assert found.may_still_come() is may_still_come

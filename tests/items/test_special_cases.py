@@ -94,9 +94,9 @@ BAD = "negative, too large or NaN on rank "
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        ([4, None], "No number of items was said on rank 1"),
-        ([None, None], "No number of items was said on ranks 0, 1"),
-        ([None, 0], "No number of items was said on rank 0"),
+        ([4, None], "Rank 1 gave no number of items in this"),
+        ([None, None], "Ranks 0, 1 gave no number of items in this"),
+        ([None, 0], "Rank 0 gave no number of items in this"),
         ([0, 0], "All ranks counted 0 items"),
         ([math.nan, 1], BAD + "0"),
         ([torch.tensor(math.nan), 1], BAD + "0"),

@@ -96,7 +96,9 @@ def test_names_parameter_ranks_and_step(pool, what, caps):
             f"[rank {rank}] The replicas differ: at the beginning of step 4, {what} is "
         )
         assert "They agreed at step 2." in text
-        assert "Expected: the bits of rank 0, 2. Found: other bits on rank 1." in text
+        assert (
+            "Expected: the bits of rank 0, 2. Found: different bits on rank 1." in text
+        )
         assert f"Parameters: {what}." in text
 
 
@@ -147,7 +149,7 @@ def test_rounding_is_said_once_by_default(pool):
         assert k is None
         assert "beginning of step 1, 0.weight is not the same on all ranks." in text
         assert "They agreed at step 0. The difference is as small as rounding: " in text
-        assert "Found: other bits on rank 1." in text
+        assert "Found: different bits on rank 1." in text
 
 
 @on_ranks(2)

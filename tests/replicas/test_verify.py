@@ -81,7 +81,7 @@ CASES = {
         two,
         lambda: having(b=param(2), a=param(2)),
         "Expected parameter a: shape (2,), ",
-        "found on rank 1: parameter b (another registration order): shape (2,), ",
+        "found on rank 1: parameter b (a different registration order): shape (2,), ",
     ),
     "frozen": (
         two,

@@ -50,7 +50,7 @@ def test_a_rank_that_missed_a_step_is_named(ctx, name, steps):
         assert text.endswith("the same: see rank 0's warning.")
     else:
         assert f"({kind}: {steps} on rank 0, {steps - 1} on rank 1)" in text
-        assert "other parameters 0.weight" in text
+        assert "different parameters 0.weight" in text
         assert ("state of" in text) == (name != "sgd")
         assert "reset(copy_from=0)" in text
     for _ in range(2):  # another reset() mends nothing
@@ -105,7 +105,7 @@ def test_momentum_alone_is_named(ctx):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0, momentum=0.9)
     missed(ctx, ddp, optimizer)
     (text,) = told(ddp.reset)
-    assert "other parameters" not in text
+    assert "different parameters" not in text
     assert ("state of SGD for 0.weight" in text) == (ctx.rank == 0)
     optimizer.param_groups[0]["lr"] = 0.1
     step(ctx, ddp, optimizer)  # equal parameters: drifts now

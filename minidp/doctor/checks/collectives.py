@@ -154,7 +154,7 @@ def check_gradients(
 ) -> Finding:
     """Check that a small model in ``wrap`` gets the mean of all ranks' gradients.
 
-    It must get them on each rank. If torch's DDP gives other bits, that is a warning.
+    It must get them on each rank. If torch's DDP has different bits, it is a warning.
     """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)
@@ -176,14 +176,14 @@ def check_gradients(
     )
     if odd_ranks:
         odd = of_ranks(odd_ranks)
-        found = f"a probe model has other gradients on {odd} than on rank 0"
+        found = f"a probe model has different gradients on {odd} than on rank 0"
         return failed(found, remedy)
     if odd_names:
         found = f"of a probe model: {join(odd_names)} did not get the ranks' mean"
         return failed(found, remedy)
     found = "a probe model gets the mean of all ranks, bit for bit the same on each"
     if not all(map(torch.equal, ours, torchs)):
-        return warning(f"{found}; torch's DDP gives other bits", remedy)
+        return warning(f"{found}; torch's DDP gives different bits", remedy)
     return ok(f"{found} and with torch's DDP")
 
 

@@ -252,7 +252,7 @@ def judge_replicas(of_rank: Facts) -> Finding:
     if rank == first:
         return ok("the same values on all ranks")
     odd = join(odd_values[rank])
-    found = f"rank {rank} has other values than rank {first} in {odd}"
+    found = f"rank {rank} has different values than rank {first} in {odd}"
     if not all(facts["is_wrapped"] for facts in of_rank.values()):
         return ok(f"{found}; wrapping brings rank 0's values to all (init_sync)")
     remedy = (

@@ -32,7 +32,7 @@ def check_port(launch: Launch, seconds: float) -> Finding:
         resolved = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
     except OSError as error:
         found = f"MASTER_ADDR={launch.address} cannot be looked up ({error})"
-        return failed(found, "set the address as a number, or mend /etc/hosts")
+        return failed(found, "set the address as a number, or fix /etc/hosts")
     if launch.rank == 0 and not launch.is_agents:
         return _check_own_port(text, resolved[0][4], resolved[0][0])
     found, deadline = f"{text} ({resolved[0][4][0]})", time.monotonic() + seconds
@@ -65,7 +65,7 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
         socket.create_connection(address, seconds).close()
     except (OSError, ValueError) as error:
         remedy = (
-            "start one with torchft_lighthouse, or mend the address, which is written "
+            "start one with torchft_lighthouse, or fix the address, which is written "
             "like http://host:29510"
         )
         return failed(f"{said}: {error}", remedy)
