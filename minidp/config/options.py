@@ -77,14 +77,14 @@ def bucket_caps(
     """Convert the constructor's bucket caps from MiB to bytes.
 
     Args:
-        first_bytes: the limit of the first bucket where the user leaves it to us.
-        bucket_cap_mb: a number holds for all buckets; None and "auto" stand for 25 MiB
+        first_bytes: The limit of the first bucket where the user leaves it to us.
+        bucket_cap_mb: A number holds for all buckets; None and "auto" stand for 25 MiB
             after a first bucket of ``first_bytes``.
-        bucket_cap_mb_list: replaces ``bucket_cap_mb`` unless it is empty.
+        bucket_cap_mb_list: Replaces ``bucket_cap_mb`` unless it is empty.
 
     Raises:
-        TypeError: a cap is not a number.
-        ValueError: a cap is negative or not finite, or there is a list beside "auto".
+        TypeError: A cap is not a number.
+        ValueError: A cap is negative or not finite, or there is a list beside "auto".
     """
     if bucket_cap_mb_list is not None and len(bucket_cap_mb_list) > 0:
         if bucket_cap_mb == AUTO:
@@ -149,7 +149,7 @@ class OwnOptions:
     """The constructor's arguments that torch's DDP does not have.
 
     Raises:
-        ValueError, TypeError: an argument is bad; the text names it.
+        ValueError, TypeError: An argument is bad; the text names it.
     """
 
     unsynced: Unsynced = "raise"  # what to do at a step with unequal gradients

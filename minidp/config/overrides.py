@@ -72,7 +72,7 @@ class Option(NamedTuple):
         A file for ``bucket_layout`` is not opened.
 
         Raises:
-            ValueError, TypeError: the constructor would refuse this value.
+            ValueError, TypeError: The constructor would refuse this value.
         """
         value: Any = text
         if not self.metavar:
@@ -180,7 +180,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
     A variable that is empty counts as unset.
 
     Raises:
-        ValueError: the constructor would refuse a value; the text names the variable.
+        ValueError: The constructor would refuse a value; the text names the variable.
     """
     found = {}
     for name, option in OPTIONS.items():
@@ -301,7 +301,7 @@ def _checked(option: Option, text: str) -> str:
     The path of a layout file becomes absolute.
 
     Raises:
-        ArgumentTypeError: the constructor would refuse it, or there is no such file.
+        ArgumentTypeError: The constructor would refuse it, or there is no such file.
     """
     try:
         option.read(text)

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from minidp.comm import all_reduce, gather_integers, wait_for
 
-from .recovery import settle_after_join
+from .copy_state import copy_after_join
 from .sync_gradients import shadow_backward
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class Shadow(JoinHook):
         ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
         if ddp.forward_sync_buffers:
             ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
-        settle_after_join(ddp, ddp._authoritative_rank)
+        copy_after_join(ddp, ddp._authoritative_rank)
         stop_joining(ddp)
 
     def _count_join(self) -> None:

@@ -37,10 +37,10 @@ from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
 
 from . import arguments, items, parts
+from .agree_on_group import agree_and_reset
+from .copy_state import check_root, compare_or_copy
 from .inputs import moved
 from .join import Shadow, announce, joining, stop_joining
-from .recovery import check_root, settle_after_reset
-from .reset import agree_and_recover
 from .step_in_backward import StepInBackward
 from .sync_gradients import average_now, failing
 
@@ -481,14 +481,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_root(copy_from, self.process_group.size())
         key = self._replication.next_reset()
         sharing = self._guard.sharing_group()
-        self.process_group, wrong = agree_and_recover(
+        self.process_group, wrong = agree_and_reset(
             self._reducer, key, sharing, self._guard.beside()
         )
         self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._guard.reset()
         self._replication.connect()
         stop_joining(self)
-        settle_after_reset(self, copy_from, wrong)
+        compare_or_copy(self, copy_from, wrong)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let a recorder note the events of every backward, or stop that with None.

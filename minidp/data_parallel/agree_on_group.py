@@ -46,7 +46,7 @@ class _Report(NamedTuple):
     becomes_wrong: bool
 
 
-def agree_and_recover(
+def agree_and_reset(
     reducer: Reducer,
     key: str,
     sharing: Mapping[str, Communicator],

@@ -1,8 +1,8 @@
-"""Find out, on ways back to training, whether all replicas can go on together.
+"""Compare the replicas after ``reset()``, or copy one rank's state to the others.
 
 Before ``reset()`` some ranks may have made a step that others missed, and in ``join()``
-ranks with fewer inputs make fewer steps. `settle_after_reset` compares the replicas, or
-copies one rank's state; `settle_after_join` copies optimizers, as ``join()`` copies
+ranks with fewer inputs make fewer steps. `compare_or_copy` compares the replicas, or
+copies one rank's state; `copy_after_join` copies optimizers, as ``join()`` copies
 parameters. A difference is only warned of, because a checkpoint may be loaded next. If
 the replicas still differ in the next synchronised step, `ReplicaCheck` raises.
 """
@@ -60,7 +60,7 @@ def check_root(copy_from: int | None, size: int) -> None:
         )
 
 
-def settle_after_reset(
+def compare_or_copy(
     ddp: DataParallel, copy_from: int | None, wrong: Sequence[int] = ()
 ) -> None:
     """Give all ranks the state of rank ``copy_from``, or with None only compare them.
@@ -129,7 +129,7 @@ def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
     return check.knows_rounding([params[name] for name in found.parameters])
 
 
-def settle_after_join(ddp: DataParallel, root: int) -> None:
+def copy_after_join(ddp: DataParallel, root: int) -> None:
     """Copy the optimizers of rank ``root`` if ranks have made unequal numbers of steps.
 
     All ranks must call it together. With equal numbers all keep their own, bit for bit.
