@@ -11,8 +11,8 @@ Whoever wants to be told is an `Observer` of the core. A bucket goes through the
         |                '- its last gradient is here
         '- its first gradient is here (only told while there is a recorder)
 
-On a device these are the times at which the host has queued the work, and DONE comes
-together with LAUNCHED. `minidp.record` measures the device itself, by events.
+On a device the host tells of an event when it has queued the work. The times are those
+at which the device gets there, which are known, at the latest, when somebody asks.
 
 A `Recorder` is told of every gradient, too. Then each gradient takes the slower of the
 two paths of the grad hooks, and each event costs one read of the clock. Recordings of
@@ -78,32 +78,48 @@ class Recorder:
 
     Args:
         capacity: How many events to keep; older ones are dropped.
-        clock: Returns the present time in nanoseconds.
+        clock: Returns the present time in nanoseconds. By default it is the one of
+            `time.perf_counter_ns`, also for what a device does.
     """
 
     def __init__(
-        self, capacity: int = 65536, clock: Callable[[], int] = time.perf_counter_ns
+        self, capacity: int = 65536, clock: Callable[[], int] | None = None
     ) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self._clock = clock
+        self._noted: deque[tuple[Moment, int, int, int | Callable[[], int]]]
+        self._noted = deque(maxlen=capacity)
+        self._clock = clock or time.perf_counter_ns
+        self.has_own_clock = clock is not None
 
-    def record(self, moment: Moment, index: int, backward: int) -> None:
-        """Note an event, at the present time."""
-        self._events.append(Event(moment, index, backward, self._clock()))
+    def record(
+        self,
+        moment: Moment,
+        index: int,
+        backward: int,
+        when: Callable[[], int] | None = None,
+    ) -> None:
+        """Note an event, at the present time, or at one that ``when`` will tell."""
+        self._noted.append((moment, index, backward, when or self._clock()))
 
     def events(self) -> tuple[Event, ...]:
-        """Return the events that were kept, the oldest first."""
-        return tuple(self._events)
+        """Return the events that were kept, the oldest first.
+
+        This waits for a device that has not come to all of them.
+        """
+        noted = tuple(self._noted)
+        return tuple(
+            Event(moment, index, backward, when() if callable(when) else when)
+            for moment, index, backward, when in noted
+        )
 
     def clear(self) -> None:
         """Drop all events."""
-        self._events.clear()
+        self._noted.clear()
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events())
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._noted)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

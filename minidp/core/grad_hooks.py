@@ -246,19 +246,22 @@ class PendingGrads:
         """Use other buckets, also in the hooks, and let go of the memory of the old."""
         self.table.adopt([bucket.plan.indices for bucket in buckets])
         self.left_to_reducer.clear()
-        if self.native is not None:
-            for bucket in buckets:
-                for k in bucket.copied_by_hook:
-                    i = bucket.plan.indices[k]
-                    if bucket.native is None:
-                        self.left_to_reducer.append(i)
-                    else:
-                        self.native.copy_at_once(i, bucket.native, k)
+        for bucket in buckets if self.native is not None else ():
+            self._copy_at_once(bucket)
         on_cpu: set[Any] = set()  # nobody adds to it
         self.written_on[:] = [
             on_cpu if bucket.streams is None else bucket.streams.written_on
             for bucket in buckets
         ]
+
+    def _copy_at_once(self, bucket: Bucket) -> None:
+        """Let hooks in C++ copy what of a bucket is not to wait for the rest of it."""
+        slots = [(k, bucket.plan.indices[k]) for k in bucket.copied_by_hook]
+        if bucket.native is None:
+            self.left_to_reducer += [i for _, i in slots]
+            return
+        for k, i in slots:
+            cast("Any", self.native).copy_at_once(i, bucket.native, k)
 
     # -- a backward begins, ends, or is interrupted ------------------------------------
 

@@ -54,10 +54,15 @@ RecorderObserver        core              on_bucket_event
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
+from minidp.accelerator import Timer, has_streams
 from minidp.trace import Moment, Recorder, StepEvent
 
 from .ledger import Ledger
@@ -194,10 +199,29 @@ class RecorderObserver(Observer):
 
     sees_times = sees_gradients = True
 
-    def __init__(self, recorder: Recorder, ledger: Ledger) -> None:
+    def __init__(
+        self, recorder: Recorder, ledger: Ledger, device: torch.device
+    ) -> None:
         self._recorder = recorder
         self._ledger = ledger
+        self._timer: Timer | None = None
+        if has_streams(device) and not recorder.has_own_clock:
+            self._timer = Timer(device)
+            self._origin_ns = time.perf_counter_ns()
+            self._anchor = self._timer.mark()
+
+    def begins(self) -> None:
+        """Mark the begin of a backward, near which its events are measured."""
+        if self._timer is not None:
+            self._anchor = self._timer.mark()
 
     def on_bucket_event(self, moment: Moment, index: int) -> None:
         """Record the event, with the number of the backward."""
-        self._recorder.record(moment, index, self._ledger.finalized)
+        when = None
+        if self._timer is not None:
+            when = partial(self._when, self._timer, self._timer.mark(), self._anchor)
+        self._recorder.record(moment, index, self._ledger.finalized, when)
+
+    def _when(self, timer: Timer, mark: Any, anchor: Any) -> int:
+        timer.settle()
+        return self._origin_ns + timer.nanoseconds(mark, anchor)

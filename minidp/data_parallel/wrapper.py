@@ -501,7 +501,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             if isinstance(each, RecorderObserver):
                 observers.remove(each)
         if recorder is not None:
-            observers.append(RecorderObserver(recorder, self._reducer.ledger))
+            device = self._reducer.queue.specs[0].device
+            ledger = self._reducer.ledger
+            observers.append(RecorderObserver(recorder, ledger, device))
 
     # -- uneven inputs -----------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -484,3 +485,23 @@ def test_a_recording_has_the_times_of_the_device(ctx):
     buckets = [bucket for step in timeline.steps for bucket in step.buckets]
     assert len(buckets) >= WARM_UP
     assert all(bucket.done_ns > bucket.launched_ns for bucket in buckets)
+
+
+@on_ranks(2)
+def test_a_recorder_has_the_times_of_the_device(ctx):
+    """Also of a backward that the device begins when the host is done with it."""
+    ddp = DataParallel(net(50, 50, device=ctx.device), process_group=ctx.group)
+    x = torch.ones(4, 50, device=ctx.device)
+    for _ in range(WARM_UP):
+        ddp(x).sum().backward()
+    recorder = minidp.Recorder()
+    ddp.set_recorder(recorder)
+    with held(ctx), sim.no_host_waits():
+        ddp(x).sum().backward()
+        is_let_go = time.perf_counter_ns()
+    events = recorder.events()
+    assert {event.moment for event in events} == {*minidp.Moment}
+    assert all(event.time_ns > is_let_go for event in events)
+    done = next(e for e in events if e.moment is minidp.Moment.DONE)
+    launched = next(e for e in events if e.moment is minidp.Moment.LAUNCHED)
+    assert done.time_ns > launched.time_ns
