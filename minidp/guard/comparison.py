@@ -252,7 +252,8 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
-        posts = self._agree_who_came(topic, {communicator.rank: post} | posts)
+        posts = dict(sorted({**posts, communicator.rank: post}.items()))
+        posts = self._agree_who_came(topic, posts)
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
         absent = ranks - posts.keys()

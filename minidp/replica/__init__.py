@@ -4,8 +4,8 @@ Read the files in this order. `parameters` finds the parameters of a module that
 part. `verify` checks that all ranks wrap the same module, and copies rank 0's values to
 all. `drift` compares the replicas every so many steps. `standing`, `optimizers` and
 `schedulers` compare them, and copy what is not equal, on the ways back to training
-after an error. `digest` has the checksums, `rounding` the differences that are only
-rounding.
+after an error; `objects` finds optimizers and schedulers. `digest` has the checksums,
+`rounding` the differences that are only rounding.
 """
 
 from . import optimizers, parameters, standing, verify
