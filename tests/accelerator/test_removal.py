@@ -51,7 +51,7 @@ NOT_TRIED = {
     "guard/comparison.py": "messages of the store",
     "hang/": "threads and messages of the host",
     "sync_batchnorm.py": "layers on a device are torch's own",
-    "torchft/quorum.py": "test_torchft, for whom has torchft",
+    "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
 }
 
 # What only hooks of C++ call, and what only those of Python do.

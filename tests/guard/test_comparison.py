@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidp import UnsyncedGradientsError
 from minidp.guard import comparison
+from minidp.guard.comparison import _Meeting
 from tests.support.both import Two, wrapped
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
@@ -262,19 +263,25 @@ def test_ranks_that_step_parts_are_judged_in_the_next_forward(ctx, broadcasts):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("parts", ["alike", "one more on rank 1"])
+@pytest.mark.parametrize("parts", ["alike", "one more on rank 1", "new optimizers"])
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_parts_that_are_never_sent_are_found_without_a_forward(ctx, broadcasts, parts):
     """Each rank steps its parts in several optimizers, and no forward ever judges."""
     ddp = wrapped(ctx, torch.nn.Sequential(Two(), Two()), hang_timeout=8.0)
     params = [*ddp.parameters()]
     own = params[ctx.rank :: 2]
-    if ctx.rank and parts != "alike":
+    if ctx.rank and parts == "one more on rank 1":
         own.append(params[0])
-    optimizers = [torch.optim.SGD([param], lr=0.01) for param in own]
+
+    def made():
+        return [torch.optim.SGD([param], lr=0.01) for param in own]
+
+    optimizers = made()
 
     def train():
         for _ in range(6):
+            if parts == "new optimizers":
+                optimizers[:] = made()
             ddp.zero_grad()
             ddp.module(X + ctx.rank).sum().backward()
             for optimizer in optimizers:
@@ -286,11 +293,38 @@ def test_parts_that_are_never_sent_are_found_without_a_forward(ctx, broadcasts, 
     if broadcasts:
         assert found == ""
         return values(ddp)
-    if parts == "alike":
+    if parts != "one more on rank 1":
         assert "on all ranks before the next step like it" in found
     assert "Found: different " in found
     assert "Parameters: " in found
     return []
+
+
+@on_ranks(2)
+def test_ranks_may_have_unequal_numbers_of_optimizers(ctx):
+    """Rank 1 has one for each parameter; a penalty makes every step doubtful."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    params = [*ddp.parameters()]
+    parts = [[param] for param in params] if ctx.rank else [params]
+    optimizers = [torch.optim.SGD(part, lr=0.01) for part in parts]
+    for k in range(4):
+        ddp.zero_grad()
+        ddp(X + ctx.rank + k).backward()
+        sum(param.square().sum() for param in ddp.module.parameters()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return values(ddp)
+
+
+def test_a_meeting_is_over_when_its_store_is_gone():
+    """The rank that hosts it has made its last step, and ended."""
+
+    def gone():
+        raise RuntimeError("Connection reset by peer")
+
+    meeting = _Meeting(gone, "step/1/0/1/0", frozenset({0, 1}), None, None)
+    assert meeting.is_done_within(0.0)
+    assert meeting.wait() == {}
 
 
 @on_ranks(2)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.both import wrapped
-from tests.support.optimized import OPTIMIZERS, Own, made, state_of, step, told
+from tests.support.optimized import (
+    OPTIMIZERS,
+    Own,
+    loss_of,
+    made,
+    state_of,
+    step,
+    told,
+)
 from tests.support.ranks import as_in_torch, on_ranks
 
 
@@ -54,3 +63,24 @@ def test_what_join_cannot_copy_is_named(ctx):
     if ctx.rank == 0:
         assert "gave all ranks rank 1's parameters" in text
         assert "Optimizer steps: Own: 1 on rank 0, 2 on rank 1." in text
+
+
+@on_ranks(2)
+def test_later_doubts_of_all_ranks_meet(ctx):
+    """A rank with fewer inputs has made fewer forwards, and fewer steps."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    with ddp.join():
+        for number in range(2 + 2 * ctx.rank):
+            step(ctx, ddp, optimizer, number)
+
+    def averaged_by_hand():
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(ddp.module, 10 * number + ctx.rank).backward()
+            for param in ddp.parameters():
+                dist.all_reduce(param.grad, group=ctx.group)
+            optimizer.step()
+
+    assert told(averaged_by_hand) == []
+    return [*ddp.parameters()]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.accelerator import removal
+from tests.accelerator.conftest import pool  # noqa: F401 -- the ranks of these tests
 from tests.accelerator.training import SMALL, WAYS, Run, net, result_of
 from tests.support import sim
 from tests.support.ranks import on_ranks
