@@ -233,17 +233,18 @@ class Comparison:
             return Verdict({communicator.rank: digest}, ranks, can_ask=False)
         topic = self._next_topic(moment)
         post = [digest, True, part]
+        store = self._store()
         with suppress(RuntimeError):  # then the meeting finds out
             if asks:
                 steps = ledger.steps if moment == "stepped" else None
-                post_json(self._store(), "ask", ledger.finalized, [topic, steps])
-            post_json(self._store(), topic, communicator.rank, post)
+                post_json(store, "ask", ledger.finalized, [topic, steps])
+            post_json(store, topic, communicator.rank, post)
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
         if passed is None and patience is None:
             patience = PATIENCE_SECONDS
-        meeting = _Meeting(self._store, topic, ranks, passed, patience)
+        meeting = _Meeting(store, topic, ranks, passed, patience)
         self._is_asking = True
         try:
             with communicator.watching(f"comparing the ranks' {moment}"):
@@ -364,7 +365,7 @@ class _Meeting:
 
     def __init__(
         self,
-        store: Callable[[], Store],
+        store: Store,
         topic: str,
         ranks: frozenset[int],
         passed: Question | None,
@@ -389,7 +390,7 @@ class _Meeting:
         stepped = {*passed.stepped} if passed else set()
         missing = set(self._ranks - self._posts.keys())
         try:
-            self._posts |= read_json(self._store(), self._topic, missing)
+            self._posts |= read_json(self._store, self._topic, missing)
         except RuntimeError:  # the store is gone, because the rank that hosts it ended
             return True
         missing -= self._posts.keys()

@@ -316,13 +316,16 @@ def test_ranks_may_have_unequal_numbers_of_optimizers(ctx):
     return values(ddp)
 
 
-def test_a_meeting_is_over_when_its_store_is_gone():
-    """The rank that hosts it has made its last step, and ended."""
+class Gone:
+    """A store whose host has ended."""
 
-    def gone():
+    def __getattr__(self, name):
         raise RuntimeError("Connection reset by peer")
 
-    meeting = _Meeting(gone, "step/1/0/1/0", frozenset({0, 1}), None, None)
+
+def test_a_meeting_is_over_when_its_store_is_gone():
+    """The rank that hosts it has made its last step, and ended."""
+    meeting = _Meeting(Gone(), "step/1/0/1/0", frozenset({0, 1}), None, None)
     assert meeting.is_done_within(0.0)
     assert meeting.wait() == {}
 
