@@ -334,6 +334,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         if self._replication.late_buffer_hook and self.will_sync_module_buffers():
             self._replication.call_late_buffer_hook(self.module)
         with_grad = torch.is_grad_enabled()
+        if with_grad and self._guard.open_step is not None:
+            self._guard.check_after_forward()
         will_reduce = with_grad and self.require_backward_grad_sync
         vars(self)["require_forward_param_sync"] = will_reduce  # Module's setattr: slow
         if will_reduce:

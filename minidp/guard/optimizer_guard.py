@@ -14,9 +14,10 @@ only a difference is an error:
                      Also if the gradients differed before it, and the optimizer has a
                      ``step`` of its own, which may have averaged them
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
-                     and all, if the ranks made different steps before, because these
-                     may have sent each other the results. If the same optimizer is to
-                     step again before any forward, they are compared before that
+                     and at its end all, if the ranks made different steps before,
+                     because these may have sent each other the results. If another
+                     such step comes first, with the gradients of another backward,
+                     they are compared before that
     in a backward    all parameters, if no step of some optimizer has followed averages
                      on this rank: the others may have made one
 """
@@ -27,14 +28,14 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
 # this rank comes to its own.
 _PATIENCE_SECONDS = 2.0
 _NUM_EARLY = 8  # comparisons that do not make the next ones rarer
+# The class of an optimizer, and the indices of the parameters that it holds.
+_Part = tuple[type[Optimizer], tuple[int, ...]]
 _SAME_AFTER = "the same parameters on all ranks after the step"
 _SAME_BEFORE = "the same parameters on all ranks before the next step like it"
 
@@ -123,11 +126,11 @@ class Guard:
         self._trust = _Trust()
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
-        self._open_step: _OpenStep | None = None
+        self.open_step: _OpenStep | None = None
         # Whether ranks have met that step different parts, perhaps in more optimizers.
         self._steps_parts = False
-        # Steps like it since the last judgement: class and indices of the parameters.
-        self._open_parts: set[tuple[type[Optimizer], tuple[int, ...]]] = set()
+        # The gradients of open steps: weak references, and versions that they had.
+        self._open_parts: dict[_Part, list[tuple[weakref.ref[Tensor], int]]] = {}
         # A step of gradients that differ, which the optimizer itself may average. It
         # may also step another optimizer inside, and average the parameters then.
         self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
@@ -237,7 +240,7 @@ class Guard:
             if self._judge_joined() is _Outcome.MADE_ELSEWHERE:
                 # Other ranks lack the parameters: usually that is a mistake.
                 late = suspect_late(self.reducer, joined)
-                self._open_step = _OpenStep(late, is_asked_after=True, tells=True)
+                self.open_step = _OpenStep(late, is_asked_after=True, tells=True)
 
     def _judge_step(
         self, step: StepCheck, optimizer: Optimizer, suspicion: Suspicion
@@ -256,22 +259,27 @@ class Guard:
         elif outcome is _Outcome.LEFT_TO_THE_STEP:
             self._own_step = weakref.ref(optimizer), suspicion
         elif outcome is not _Outcome.WRONG:
-            if outcome is _Outcome.UNANSWERED and self._open_step is not None:
+            if outcome is _Outcome.UNANSWERED and self.open_step is not None:
                 # No forward has judged the last one: this rank trains on alone.
                 self._step_trust.note(is_decided=False)
             part = type(optimizer), tuple(sorted(step.held))
-            if outcome is _Outcome.OPEN and part in self._open_parts:
+            grads = [self.reducer.params[i].grad for i in step.held]
+            known = self._open_parts.get(part)
+            is_new = known is not None and not _are_the_same(known, grads)
+            if outcome is _Outcome.OPEN and is_new:
                 self._judge_repeated_step(suspicion)
-            self._open_parts.add(part)
+            self._open_parts[part] = [
+                (weakref.ref(grad), grad._version) for grad in grads if grad is not None
+            ]
             is_asked_after = outcome is _Outcome.MADE_ELSEWHERE
-            self._open_step = _OpenStep(suspicion, is_asked_after)
+            self.open_step = _OpenStep(suspicion, is_asked_after)
 
     def _judge_repeated_step(self, suspicion: Suspicion) -> None:
         """Compare the parameters before a step like one that is still open.
 
         The ranks step different parts, perhaps to send each other the results. Before
-        the next step of the same part they must have done so, and no forward of this
-        wrapper has come to find that out.
+        they step the same part with new gradients they must have done so, and no
+        forward of this wrapper has come to find that out.
         """
         self._open_parts.clear()
         verdict = self.comparison.of_parameters("again", range(len(self.index)))
@@ -304,7 +312,7 @@ class Guard:
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
         # Before this rank's last optimizer has stepped, its parameters prove nothing.
-        is_asked = self._open_step is not None and self._open_step.is_asked_after
+        is_asked = self.open_step is not None and self.open_step.is_asked_after
         is_asked &= not self._steps.is_one_left_out
         is_suspicious |= self._change is not None or self._own_step is not None
         is_suspicious |= is_asked
@@ -351,9 +359,9 @@ class Guard:
         """Raise if the last backward failed or is unfinished, or a mistake came before.
 
         Unless ``unsynced="ignore"``, the parameters are compared between the ranks if
-        some were cast, joined the module, or changed after local gradients, and if a
-        step is still to be judged. Inside no_sync() only such a step is looked at. If
-        this proves a mistake, it raises or warns as ``unsynced`` says.
+        some were cast, joined the module, or changed after local gradients. Inside
+        no_sync() they are not. If this proves a mistake, it raises or warns as
+        ``unsynced`` says.
 
         Raises:
             ItemCountError: The last backward's counts of items give no mean.
@@ -366,10 +374,6 @@ class Guard:
         refuse_forward(reducer)
         if self.policy == "ignore" or not self.comparison.is_needed:
             return
-        if self._open_step is not None:
-            everybody = range(len(reducer.params))
-            verdict = self.comparison.of_parameters("opened", everybody)
-            self._judge_open_step(verdict)
         if not reducer.ledger.sync_enabled:
             return
         self.comparison.note_forward()
@@ -385,6 +389,20 @@ class Guard:
         self._check_changes()
         self._check_skipped_step()
         self._compare_after_local_steps()
+
+    def check_after_forward(self) -> None:
+        """Judge a step that is still open, by the parameters after a forward.
+
+        A script may send parameters while the forward runs already, and wait for each
+        in the module that needs it.
+
+        Raises:
+            UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
+        """
+        if self.policy != "ignore" and self.comparison.is_needed:
+            everybody = range(len(self.index))
+            verdict = self.comparison.of_parameters("opened", everybody)
+            self._judge_open_step(verdict)
 
     def _check_cast(self) -> None:
         """Complain if parameters were cast on some ranks only."""
@@ -446,8 +464,8 @@ class Guard:
             after_step: Whether it was made right after the step, because the other
                 ranks had made theirs without any doubt.
         """
-        assert self._open_step is not None
-        opened, self._open_step = self._open_step, None
+        assert self.open_step is not None
+        opened, self.open_step = self.open_step, None
         self._open_parts.clear()
         tells = after_step and opened.tells
         conclude = functools.partial(
@@ -674,7 +692,7 @@ class Guard:
         for each in observers.everybody:
             if isinstance(each, waiting):
                 observers.remove(each)
-        self._change, self._open_step, self._own_step = None, None, None
+        self._change, self.open_step, self._own_step = None, None, None
         self._open_parts.clear()
         self._was_made_elsewhere = self._steps_parts = False
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
@@ -815,6 +833,17 @@ class Guard:
         """Return the indices of our parameters that an optimizer holds."""
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [i for key, i in self.index.items() if key in params]
+
+
+def _are_the_same(
+    known: Sequence[tuple[weakref.ref[Tensor], int]], grads: Iterable[Tensor | None]
+) -> bool:
+    """Return whether these are the known gradients, and nobody has written to them."""
+    present = [grad for grad in grads if grad is not None]
+    return len(known) == len(present) and all(
+        reference() is grad and version == grad._version
+        for (reference, version), grad in zip(known, present, strict=True)
+    )
 
 
 class _LookAgain(Observer):

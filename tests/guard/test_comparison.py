@@ -301,6 +301,55 @@ def test_parts_that_are_never_sent_are_found_without_a_forward(ctx, broadcasts, 
 
 
 @on_ranks(2)
+def test_a_part_is_stepped_several_times_before_it_is_sent(ctx):
+    """The steps apply the same gradients, so there is no other backward to judge."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    params = [*ddp.parameters()]
+    optimizer = torch.optim.SGD([params[ctx.rank]], lr=0.1)
+    for k in range(3):
+        ddp.zero_grad()
+        ddp.module(X + ctx.rank + k).backward()
+        average_by_hand(ctx, ddp)
+        for _ in range(3):
+            optimizer.step()
+        for owner, param in enumerate(params):
+            dist.broadcast(param.data, group_src=owner, group=ctx.group)
+    return values(ddp)
+
+
+@on_ranks(2)
+def test_parts_may_arrive_while_the_next_forward_runs(ctx):
+    """ZeRO whose modules wait for their parameters right before they need them."""
+    ddp = wrapped(ctx, torch.nn.Sequential(Two(), Two()), hang_timeout=20.0)
+    params = [*ddp.parameters()]
+    optimizer = torch.optim.SGD(params[ctx.rank :: 2], lr=0.01)
+    under_way = {}
+
+    def arrive(module, _inputs):
+        for param in module.parameters():
+            if param in under_way:
+                work, values = under_way.pop(param)
+                work.wait()
+                param.data.copy_(values)
+
+    for module in ddp.module:
+        module.register_forward_pre_hook(arrive)
+    for k in range(4):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(X + ctx.rank + k).backward()
+        average_by_hand(ctx, ddp)
+        optimizer.step()
+        for i, param in enumerate(params):
+            sent = param.detach().clone()
+            work = dist.broadcast(sent, group_src=i % 2, group=ctx.group, async_op=True)
+            under_way[param] = work, sent
+    for module in ddp.module:
+        arrive(module, ())
+    return values(ddp)
+
+
+@on_ranks(2)
 def test_ranks_may_have_unequal_numbers_of_optimizers(ctx):
     """Rank 1 has one for each parameter; a penalty makes every step doubtful."""
     ddp = wrapped(ctx, Two(), hang_timeout=20.0)
