@@ -48,7 +48,7 @@ _PlantedOptimizers      torch_compat      reduced, finished
 LogsUnused              torch_compat      finished
 _ByContributors         torchft           finished; it is the reducer's `Averaging`, too
 Stopwatch, SpeedWatch   overlap, speed    on_bucket_event, on_step_event
-RecorderObserver        core              on_bucket_event
+RecorderObserver        core              begins, on_bucket_event
 ======================  ================  ==============================================
 """
 
@@ -211,7 +211,7 @@ class RecorderObserver(Observer):
             self._anchor = self._timer.mark()
 
     def begins(self) -> None:
-        """Mark the begin of a backward, near which its events are measured."""
+        """Mark the start of a backward, near which its events are measured."""
         if self._timer is not None:
             self._anchor = self._timer.mark()
 
