@@ -86,7 +86,7 @@ def compare_or_copy(
     with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
         wanted = _NOBODY if copy_from is None else copy_from
         excuses = 0 if check is None else check.excuses
-        survey = Survey()
+        survey = _survey(ddp)
         head = [wanted, check is not None, excuses, _digest(ddp, survey)]
         rows = gather_integers(head, group, exchange_device(group, ddp.device))
         wishes, compares, all_excuses, digests = zip(*rows, strict=True)
@@ -143,12 +143,17 @@ def copy_after_join(ddp: DataParallel, root: int) -> None:
     all_steps, finalized = zip(*rows, strict=True)
     ledger.agree_on(max(finalized))
     if len(set(all_steps)) > 1:
-        survey, how = Survey(), "The end of join()"
+        survey, how = _survey(ddp), "The end of join()"
         found, held = _compare(ddp, survey)
         _copy_optimizers(ddp, found, held, root, how, survey)
         if ddp._replication.check is not None:
             ddp._replication.check.restart()
     ddp._guard.forget_steps()
+
+
+def _survey(ddp: DataParallel) -> Survey:
+    # A scheduler is younger than its optimizer, and that is younger than the module.
+    return Survey(ddp._guard.optimizers() or [ddp.module])
 
 
 def _digest(ddp: DataParallel, survey: Survey) -> int:

@@ -8,6 +8,7 @@ are searched among all objects of this process.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeVar
 
@@ -16,29 +17,33 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 _T = TypeVar("_T")
-_FROZEN_AT_START = 1000  # objects at most, which Python 3.12 itself sets aside
+_KINDS = (Optimizer, LRScheduler, GradScaler)
 
 
 class Survey:
     """All optimizers, schedulers and `GradScaler` objects of this process.
 
     They are searched once, when they are first asked for, which may take a second.
+
+    Args:
+        known: Objects that are alive, and older than those that are searched. If
+            ``gc.freeze()`` has hidden one of them, all objects are unfrozen first.
+            They stay so: those that there are now must not be frozen instead.
     """
+
+    def __init__(self, known: Iterable[object]) -> None:
+        self._known = known
 
     @cached_property
     def _found(self) -> list[object]:
-        # Only unfrozen objects can be listed. Garbage is freed before all objects that
-        # there are now are set aside again, because nothing would free it afterwards.
-        is_frozen = gc.get_freeze_count() > _FROZEN_AT_START
-        if is_frozen:
-            gc.unfreeze()
-            gc.collect()
+        every = gc.get_objects()
+        if gc.get_freeze_count():
+            visible = {id(each) for each in every}
+            if any(id(each) not in visible for each in self._known):
+                gc.unfreeze()
+                every = gc.get_objects()
         # isinstance() would run code of proxy objects, so this asks for the type alone.
-        kinds = (Optimizer, LRScheduler, GradScaler)
-        found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-        if is_frozen:
-            gc.freeze()
-        return found
+        return [each for each in every if issubclass(type(each), _KINDS)]
 
     def of(self, kind: type[_T]) -> list[_T]:
         """Return the objects of a class and of its subclasses."""

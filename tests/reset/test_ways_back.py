@@ -204,9 +204,6 @@ def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
     optimizer = OPTIMIZERS["momentum"](ddp.parameters())
     found = made_by(optimizer)
     schedulers = found if isinstance(found, list) else [found]
-    # As trainers do, to keep Python's collector from looking at them. The processes of
-    # these tests have done it, too.
-    (gc.unfreeze if made_by is halved else gc.freeze)()
 
     def advance(steps=1):
         for _ in range(steps):
@@ -231,6 +228,27 @@ def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
         return []
     assert left == []
     return [optimizer.param_groups[0]["lr"], *state_of(ddp, optimizer)]
+
+
+@on_ranks(2, fresh={})
+def test_what_is_frozen_is_found(ctx):
+    """Trainers do so, to keep Python's collector from looking at all objects."""
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    (scheduler,) = halved(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    gc.collect()
+    gc.freeze()
+    step(ctx, ddp, optimizer)
+    if ctx.rank == 0:
+        scheduler.step()
+    (text,) = told(ddp.reset)
+    assert ctx.rank or "last_epoch of StepLR (1 on rank 0, 0 on rank 1)" in text
+    missed(ctx, ddp, optimizer)
+    (left,) = told(lambda: ddp.reset(copy_from=0))
+    assert "cannot copy the state of a GradScaler." in left
+    return scheduler.last_epoch
 
 
 @on_ranks(2)
