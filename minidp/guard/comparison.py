@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # Without a heartbeat, or while others compute, only time tells who does not come.
 PATIENCE_SECONDS = 10.0
+# The moments of comparisons that belong to one of several forwards before a backward.
+_IN_FORWARDS = ("forward", "opened", "cast")
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
 # largest element, or twice what the dtype can tell.
@@ -332,12 +334,15 @@ class Comparison:
         """Return a new name for this comparison, which is equal on all ranks.
 
         Ranks that meet in a backward may have made different steps and forwards before,
-        so their numbers are no part of that name.
+        and those that meet at a step different forwards. So these numbers are no part
+        of such a name.
         """
         ledger = self._reducer.ledger
         place = f"{moment}/{ledger.finalized}"
         if moment != "backward":
-            place += f"/{ledger.steps}/{ledger.armed}"
+            place += f"/{ledger.steps}"
+        if moment in _IN_FORWARDS:
+            place += f"/{ledger.armed}"
         self._place, repeats = place, self._repeats + 1 if place == self._place else 0
         self._repeats = repeats
         return f"{place}/{repeats}"

@@ -116,11 +116,7 @@ def place_of(thread: int) -> tuple[str, bool]:
     The text names the innermost function, and the line of the user's code that called
     it. It is empty if the thread has ended.
     """
-    frame = _frame_of(thread)
-    inside: list[FrameType] = []  # frames of libraries that the user's code called
-    while frame is not None and _is_library(frame):
-        inside.append(frame)
-        frame = frame.f_back
+    inside, frame = _walk(thread)
     waits = is_waiting(thread) or any(
         each.f_code.co_filename in _TORCHS_COLLECTIVES for each in inside
     )
@@ -132,14 +128,24 @@ def place_of(thread: int) -> tuple[str, bool]:
     return f"{_name(inside[0])}, called from {_name(frame)}", waits
 
 
-def _frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread, or None if it has ended."""
-    # Up to CPython 3.11.8, a garbage collection inside this call may run a destructor
-    # that waits for a lock which the call holds (CPython issue 106883). So it is off.
+def _walk(thread: int) -> tuple[list[FrameType], FrameType | None]:
+    """Return a thread's frames in libraries, from the innermost, and the user's next.
+
+    The latter is None if there is none, or if the thread has ended.
+    """
+    # Up to CPython 3.11, making a frame object may start a garbage collection, which
+    # may run a destructor. That may wait for a lock which `sys._current_frames` holds
+    # (CPython issue 106883), or let the other thread leave the frame whose object is
+    # being made, which ends the process. So collections are off meanwhile.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread)
+        frame = sys._current_frames().get(thread)
+        inside: list[FrameType] = []
+        while frame is not None and _is_library(frame):
+            inside.append(frame)
+            frame = frame.f_back
+        return inside, frame
     finally:
         if was_enabled:
             gc.enable()
