@@ -1,8 +1,10 @@
-"""What ranks exchange through the store; no thread and no process here."""
+"""What ranks exchange through the store, and how they describe where they are."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -87,3 +89,10 @@ def test_a_host_that_does_not_listen_is_not_gone(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", refuse)
     assert not is_closed(connect(server))
     assert not is_closed(connect(dist.HashStore()))
+
+
+def test_frames_of_a_thread_that_runs_are_looked_at_safely():
+    """On Python 3.11 a collection in between could end the process."""
+    command = [sys.executable, "-m", "tests.hang.frames_under_pressure", "4"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
