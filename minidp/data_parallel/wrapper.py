@@ -197,9 +197,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.module, self.dim = module, dim
         # As in torch, a forward broadcasts buffers if the one before it was to reduce.
         self.require_forward_param_sync = True
-        with without_user_modes(
-            keeps_inference=True
-        ):  # the module's tensors are written
+        # The module's tensors are written, which may be inference tensors.
+        with without_user_modes(keeps_inference=True):
             self._begin(init_sync=init_sync)
 
     def _begin(self, *, init_sync: bool) -> None:
@@ -285,9 +284,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._lazy_init_ran = True
             self._adopt_planted_optimizers()
         try:
-            with without_user_modes(
-                keeps_inference=True
-            ):  # the module's buffers are written
+            # The module's buffers are written, which may be inference tensors.
+            with without_user_modes(keeps_inference=True):
                 self._before_module()
             if self.device_ids:
                 inputs, kwargs = moved((inputs, kwargs), self.device)
