@@ -86,6 +86,8 @@ def judge(word: Word, records: Sequence[Record]) -> str:
     recoveries = [record.recovery for record in records]
     if any(recoveries) or has_drifted(records, -1):
         return f"does not train after reset(): {recoveries}"
+    if len({len(record.steps) for record in records}) > 1:
+        return f"reset() raised on some ranks: {[each.errors for each in records]}"
     for stretch in zip(*(record.steps for record in records), strict=True):
         difference = _first_difference(word, stretch)
         if difference:
