@@ -138,7 +138,7 @@ class Bucket:
         self.rows = [grad.view(-1) for grad in self.grads]
         parts = zip(self.values.split(numels), cell.shapes, strict=True)
         self.views = [part.view(shape) for part, shape in parts]
-        is_large = [is_copied_at_once(grad) for grad in self.grads]
+        is_large = [is_copied_at_once(grad, as_view=False) for grad in self.grads]
         self.plan = kernels.CopyPlan(self.values, self.views, is_large)
         pairs = list(zip(self.views, self.grads, is_large, strict=True))
         self.large = [(view, grad) for view, grad, large in pairs if large]

@@ -60,6 +60,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ from support.rounds import (
     Where,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 UNUSED = "torch find unused"
 ITEMS = "items, minidp"
@@ -208,6 +210,11 @@ class Cell:
                 Implementation(SHARED, Reduction, MESSAGES),
             ]
         left_out: set[str] = set()
+        if (
+            "batched_grad_copy"
+            not in inspect.signature(DistributedDataParallel).parameters
+        ):
+            left_out.add("torch batched copy")
         if self.net == "gpt2":  # each has half a GiB of buckets on each rank
             left_out |= {UNUSED, "minidp find unused", "torch last bucket cap", ITEMS}
             left_out |= {"torch batched copy"} if self.world_size > 1 else set()

@@ -163,8 +163,12 @@ def is_capturing(device: torch.device) -> bool:
     """
     if device.type in _CANNOT_TELL:
         return False
+    stream = current_stream(device)
+    if not hasattr(stream, "is_capturing"):  # torch 2.11
+        of_cuda = getattr(module(device.type), "is_current_stream_capturing", None)
+        return bool(of_cuda and of_cuda())
     try:
-        return bool(current_stream(device).is_capturing())
+        return bool(stream.is_capturing())
     except RuntimeError:  # as torch 2.12 answers for all types that do not
         _CANNOT_TELL.add(device.type)
         return False

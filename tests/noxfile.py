@@ -394,4 +394,5 @@ def gpu(session: nox.Session) -> None:
     need(session, "nvidia-smi")
     words = ("--timeout", "170", "--session-timeout", "420")
     report = ("--junitxml", "benchmarks/results/gpu.xml")
-    pytest(session, "tests/gpu", *words, *report, marked="gpu", one_process=True)
+    folders = ("tests/gpu", "tests/accelerator")
+    pytest(session, *folders, *words, *report, marked="gpu", one_process=True)

@@ -85,7 +85,9 @@ class DenseBucket(Bucket):
         self._memory = kernels.Memory(self.payload)
         if self.streams is not None:
             self.streams.made_buffer()
-        is_large = [is_copied_at_once(param) for param in self.params]
+        is_large = [
+            is_copied_at_once(param, as_view=self._as_view) for param in self.params
+        ]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
         if (extension := kernels.extension_for([values])) is not None:
             mine, views, as_view = list(self.params), self.views, self._as_view
@@ -94,14 +96,16 @@ class DenseBucket(Bucket):
     def _to_copy_at_once(self) -> list[int]:
         """Return the slots that hooks in C++ fill, or let the reducer fill, at once.
 
-        On a device one kernel copies all gradients when the bucket is full. But where
-        ``.grad`` becomes a view, a gradient's own memory is free after its copy, and
-        the large ones of a whole backward would be as much as the buckets.
+        On a device these are those that hooks in Python fill, too.
         """
         if self._values.is_cpu:
             return [] if self.native is None else [*range(len(self.params))]
-        is_large = map(is_copied_at_once, self.params)
-        return [k for k, large in enumerate(is_large) if large and self._as_view]
+        as_view = self._as_view
+        return [
+            k
+            for k, param in enumerate(self.params)
+            if is_copied_at_once(param, as_view=as_view)
+        ]
 
     def _allocate_for(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
         """Make the buffer during a backward, and return the present entries.

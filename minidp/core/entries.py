@@ -10,18 +10,21 @@ from enum import Enum
 
 from torch import Tensor
 
-# From this size on a Python hook copies its gradient while that is still in cache.
-# Smaller ones wait for their bucket: a kernel call would cost more than the copy. The
-# extension's hooks copy all, on CPU.
+# From this size on a Python hook copies its gradient at once, while that is still in
+# cache. Smaller ones wait for their bucket: a kernel call would cost more than the
+# copy. The extension's hooks copy all, on CPU.
 COPY_AT_ONCE_BYTES = 64 * 1024
 
 
-def is_copied_at_once(param: Tensor) -> bool:
+def is_copied_at_once(param: Tensor, *, as_view: bool) -> bool:
     """Return whether the Python hook of a parameter copies its gradient at once.
 
-    It does for a parameter of at least `COPY_AT_ONCE_BYTES`.
+    It does for a parameter of at least `COPY_AT_ONCE_BYTES`. On a device, where what
+    counts is the number of launches, it does only to save memory: if ``.grad`` becomes
+    a view of the bucket (``as_view``), a gradient's own memory is free after its copy,
+    and the large ones of a whole backward would be as much as the buckets.
     """
-    return param.nbytes >= COPY_AT_ONCE_BYTES
+    return param.nbytes >= COPY_AT_ONCE_BYTES and (param.is_cpu or as_view)
 
 
 class GradState(Enum):

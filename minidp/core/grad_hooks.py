@@ -387,10 +387,15 @@ class GradHooks:
     Args:
         params: The parameters.
         pending: Where the hooks record what has arrived.
+        as_view: Whether ``.grad`` becomes a view of its bucket.
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], pending: PendingGrads
+        self,
+        params: Sequence[torch.nn.Parameter],
+        pending: PendingGrads,
+        *,
+        as_view: bool,
     ) -> None:
         self._params = params = tuple(params)
         with torch.enable_grad():
@@ -403,7 +408,10 @@ class GradHooks:
             self._native_hooks = self.native_table.attach()
             return
         small, large = _small_hook(params, pending), _large_hook(pending)
-        self._hooks = [large if is_copied_at_once(p) else small for p in params]
+        self._hooks = [
+            large if is_copied_at_once(param, as_view=as_view) else small
+            for param in params
+        ]
         for i, param in enumerate(params):
             if has_streams(param.device):
                 self._hooks[i] = _noting_stream(params, pending, self._hooks[i])

@@ -181,8 +181,7 @@ def extension_for(tensors: Iterable[Tensor]) -> Any | None:
     """Return the native extension if it can copy all of these tensors, else None.
 
     It copies between tensors on the CPU, and on a device for which it has a kernel (see
-    ``csrc/README.md``), but there only with MINIDP_NATIVE=1. The first call of the
-    process loads it.
+    ``csrc/README.md``). The first call of the process loads it.
 
     Raises:
         NativeError: MINIDP_NATIVE=1, and the extension cannot be loaded.
@@ -191,8 +190,4 @@ def extension_for(tensors: Iterable[Tensor]) -> Any | None:
     if library is None:
         return None
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
-    if not devices:
-        return library
-    # No test has run the kernels yet: only for users who ask for them by name.
-    is_asked_for = native.status().mode == "1"
-    return library if is_asked_for and devices <= {library.kernels_for} else None
+    return library if devices <= {library.kernels_for} else None

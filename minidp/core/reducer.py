@@ -117,7 +117,9 @@ class Reducer:
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
         self.pending = PendingGrads(self.params, weakref.proxy(self))
         self.pending.adopt(self.queue.buckets)
-        self.hooks = GradHooks(self.params, self.pending)
+        self.hooks = GradHooks(
+            self.params, self.pending, as_view=config.gradient_as_bucket_view
+        )
         weakref.finalize(self, _detach, self.hooks, self.pending)
         # Autograd has one thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.

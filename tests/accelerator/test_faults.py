@@ -2,6 +2,8 @@
 
 The other rank has queued everything long before: it is stuck where it reads a number,
 or runs ahead. It must come free, and get an error that names the missing rank.
+
+`bash tests/run.sh gpu` runs all this on GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from minidp import CollectiveError, DataParallel, ReducerFailedError
 from minidp.hang import watchdog
 from tests.accelerator.training import SMALL, Run, net
+from tests.gpu.places import NCCL
 from tests.support import sim
 from tests.support.both import same
 from tests.support.optimized import told
@@ -30,17 +34,32 @@ FAULT = 3  # the step in which rank 1 is missing
 STEPS = 6
 
 
-@pytest.fixture
-def fresh(pool):
-    """New ranks on the device, whose groups wait longer than the limit for hangs."""
-    ranks = Pool(
-        *(2, 60.0),
-        backend=f"cpu:gloo,sim:{sim.BACKEND}",
-        devices=["sim:0"] * 2,
-        subgroups=(),
-    )
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def fresh(request):
+    """New ranks on devices, whose groups wait longer than the limit for hangs."""
+    if request.param == "sim":
+        request.getfixturevalue("pool")  # builds the device
+        ranks = Pool(
+            *(2, 60.0),
+            backend=f"cpu:gloo,sim:{sim.BACKEND}",
+            devices=["sim:0"] * 2,
+            subgroups=(),
+        )
+    else:
+        place = replace(NCCL[-2], backend="cpu:gloo,cuda:nccl")
+        if place.num_gpus > torch.cuda.device_count():
+            pytest.skip(f"needs {place.num_gpus} GPUs")
+        ranks = place.pool()
     yield ranks
     ranks.close()
+
+
+def synchronize():
+    """Wait for the device, as scripts for one type of device do."""
+    if torch.cuda.is_available():  # torch.accelerator's holds the GIL in torch 2.11
+        torch.cuda.synchronize()
+    else:
+        torch.accelerator.synchronize()
 
 
 class Missing(Exception):
@@ -50,8 +69,9 @@ class Missing(Exception):
 class Training:
     """A training that can be interrupted, and goes on at any step."""
 
-    def __init__(self, ctx, kind="sim", **options):
-        self.rank, self.run = ctx.rank, Run(ctx, DataParallel, kind)
+    def __init__(self, ctx, kind=None, **options):
+        self.rank, kind = ctx.rank, kind or ctx.device.type
+        self.run = Run(ctx, DataParallel, kind)
         module = net().to(self.run.device())
         self.model = self.run.wrap(module, **SMALL, **options)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -79,9 +99,12 @@ class Training:
         return [t.detach().cpu() for t in [*self.model.parameters(), *momenta]]
 
 
-def undisturbed(ctx):
-    """Return the state after `STEPS` on the CPU."""
-    training = Training(ctx, "cpu")
+def undisturbed(ctx, group):
+    """Return the state after `STEPS`; that of a simulated device is the CPU's."""
+    if ctx.device.type == "sim":
+        training = Training(ctx, "cpu")
+    else:
+        training = Training(ctx, process_group=group)
     for number in range(STEPS):
         training.step(number)
     return training.state()
@@ -91,8 +114,8 @@ def assert_goes_on(ctx, training):
     """The steps that are left give the bits of a run that nothing has disturbed."""
     for number in range(FAULT, STEPS):
         training.step(number)
-    torch.accelerator.synchronize()
-    assert same(training.state(), undisturbed(ctx))
+    synchronize()
+    assert same(training.state(), undisturbed(ctx, training.model.process_group))
 
 
 def raise_missing():
@@ -111,9 +134,9 @@ def fail(training, waits="item", in_loss=raise_missing):
 
     def go_on():
         if waits == "before the step":
-            training.step(FAULT, before_step=torch.accelerator.synchronize)
+            training.step(FAULT, before_step=synchronize)
         loss = training.step(FAULT)
-        loss.item() if waits == "item" else torch.accelerator.synchronize()
+        loss.item() if waits == "item" else synchronize()
         training.step(FAULT + 1)
 
     begin = time.monotonic()
@@ -142,7 +165,7 @@ def recover_by_a_copy(ctx, waits):
         assert ("load a checkpoint" in error) == is_applied
     heard = told(lambda: training.model.reset(copy_from=1))
     assert not heard, heard
-    torch.accelerator.synchronize()  # no stream waits for the old group
+    synchronize()  # no stream waits for the old group
     assert_goes_on(ctx, training)
 
 
@@ -170,7 +193,7 @@ def reset_at_once(ctx):
     if ctx.rank == 0:
         training.step(FAULT)
     assert not told(lambda: training.model.reset(copy_from=1))
-    torch.accelerator.synchronize()
+    synchronize()
     assert_goes_on(ctx, training)
 
 
@@ -329,7 +352,7 @@ def rank_1_stops_earlier(ctx, log, aborts):
     if not aborts:
         watchdog.ABORT_SECONDS = 0.5
         watchdog.abort = lambda group: False
-    run = Run(ctx, DataParallel, "sim")
+    run = Run(ctx, DataParallel, ctx.device.type)
     model = run.wrap(net().to(ctx.device), hang_timeout=2)
     run.train(model, 3 if ctx.rank else 4)
     has_launched = log.with_suffix(".launched")
@@ -337,7 +360,7 @@ def rank_1_stops_earlier(ctx, log, aborts):
         has_launched.touch()
     while not has_launched.exists():  # rank 1 says that it leaves, once it returns
         time.sleep(0.01)
-    torch.accelerator.synchronize()
+    synchronize()
 
 
 @pytest.mark.parametrize("aborts", [True, False])

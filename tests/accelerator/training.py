@@ -41,7 +41,7 @@ class Run:
     Args:
         ctx: The rank's context.
         wrapper: torch's class, or minidp's.
-        kind: ``"cpu"`` or ``"sim"``.
+        kind: Type of the device: ``"cpu"``, ``"sim"``, or that of a real one.
         way: One of `WAYS`; on the CPU all are the same.
     """
 
@@ -69,12 +69,13 @@ class Run:
         if self.way == "mixed_nodes":
             self._make_nodes(module)
         with self._aside(self.way == "wrapped_aside"), self.count(self.construction):
-            model = self.wrapper(module, process_group=self.ctx.group, **options)
+            options = {"process_group": self.ctx.group} | options
+            model = self.wrapper(module, **options)
         self._wrappers.append(model)
         return model
 
     def _make_nodes(self, module: nn.Module) -> None:
-        sides = [torch.Stream("sim") for _ in range(2)]
+        sides = [torch.Stream(self.kind) for _ in range(2)]
         for index, param in enumerate(module.parameters()):
             with sides[index % 2]:
                 node = torch.autograd.graph.get_gradient_edge(param).node
@@ -89,7 +90,7 @@ class Run:
         if not is_aside:
             yield
             return
-        here, side = torch.accelerator.current_stream(), torch.Stream("sim")
+        here, side = torch.accelerator.current_stream(), torch.Stream(self.kind)
         side.wait_stream(here)
         with side:
             yield
@@ -97,8 +98,8 @@ class Run:
 
     @contextlib.contextmanager
     def count(self, costs: sim.Costs) -> Iterator[None]:
-        """Add what the block costs."""
-        if not self.on_device:
+        """Add what the block costs on a simulated device, which counts it."""
+        if self.kind != "sim":
             yield
             return
         gc.collect()

@@ -4,7 +4,8 @@
     sim-2       two ranks, each with a simulated device that finds races, in `--full`
     nccl-1      one rank on one GPU
     gloo-2      two ranks on one GPU (NCCL refuses that)
-    nccl-2      two ranks, each with a GPU of its own
+    nccl-2      two ranks, each with a GPU of its own; on one GPU if NCCL, from 2.30 on,
+                is told to do that by NCCL_MULTI_RANK_GPU_ENABLE=1
 
 Places of a GPU exist twice, with the kernels in Python and with the extension. Their
 processes are new interpreters, because CUDA does not survive a fork.
@@ -12,6 +13,7 @@ processes are new interpreters, because CUDA does not survive a fork.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from tests.support.pool import Pool
 
 GROUP_SECONDS = 60.0  # a GPU's first kernels of a kind take a while
 JOB_SECONDS = 120.0
+SHARES_GPU = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when CUBLAS starts
 
 
@@ -42,7 +45,8 @@ class Place:
     @property
     def num_gpus(self) -> int:
         """Number of GPUs that the place needs; 0 without any."""
-        return (self.world_size if self.backend == "nccl" else 1) * bool(self.kernels)
+        has_own_gpus = "nccl" in self.backend and not SHARES_GPU
+        return (self.world_size if has_own_gpus else 1) * bool(self.kernels)
 
     @property
     def is_native(self) -> bool:

@@ -118,6 +118,26 @@ def with_hook(ctx: Any, wrap: Any, name: str, options: dict[str, Any]) -> Any:
     return _train(ctx, ddp)
 
 
+def sparse_and_dense(ctx: Any, options: dict[str, Any]) -> Any:
+    """Gradients of embeddings, sparse and not, that get the same small integers."""
+    tables = [
+        nn.Embedding(9, 4, sparse=sparse, device=ctx.device) for sparse in (True, False)
+    ]
+    models = [
+        DataParallel(table, process_group=ctx.group, **options) for table in tables
+    ]
+    history = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + ctx.rank)
+        tokens = torch.randint(9, (6,), generator=generator).to(ctx.device)
+        for model in models:
+            model.zero_grad()
+            (model(tokens) * torch.arange(4.0, device=ctx.device)).sum().backward()
+        assert tables[0].weight.grad.is_sparse
+        history.append([table.weight.grad.to_dense().clone() for table in tables])
+    return history
+
+
 def _train(ctx: Any, ddp: Any) -> Any:
     history = []
     for step in range(STEPS):

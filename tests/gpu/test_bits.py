@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu import scenarios
-from tests.gpu.places import EVERYWHERE, ON_GPUS, at
+from tests.gpu.places import EVERYWHERE, NCCL, ON_GPUS, at
 from tests.gradients.test_pairs_of_features import (
     FEATURES,
     MORE,
@@ -59,6 +59,8 @@ COMBINATIONS = [features for features in COMBINATIONS if not oddities_of(feature
 def test_training(ranks: Any, features: frozenset[str]) -> None:
     if "sparse" in features:
         ranks.skip_if_simulated(NO_SPARSE)
+        if ranks.place in NCCL:
+            pytest.skip("torch's DDP refuses sparse gradients on NCCL")
     training = training_of(features, ranks.place.world_size)
     oracle.skip_unless_torch_takes(name for name, _ in training.options)
     logs = ranks.run(scenarios.exactly, train_both, training)
@@ -73,6 +75,16 @@ def test_every_dtype_and_layout(ranks: Any, mode: dict[str, Any]) -> None:
     ranks.skip_if_simulated(NO_SPARSE)
     oracle.skip_unless_torch_takes(mode)
     check(ranks, scenarios.mixed_dtypes, mode)
+
+
+@at(NCCL)
+@both
+def test_sparse_gradients(ranks: Any, mode: dict[str, Any]) -> None:
+    """Those of small integers are exactly the dense ones; torch's DDP refuses them."""
+    for found in ranks.run(scenarios.sparse_and_dense, mode):
+        for sparse, dense in found:
+            assert torch.equal(sparse, dense)
+            assert dense.any()
 
 
 # -------------------------------------------------------------------------- around them

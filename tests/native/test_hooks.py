@@ -79,7 +79,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "library", lambda: library)
             self.pending = reducer.pending = PendingGrads(self.params, reducer)
-            self.hooks = GradHooks(self.params, self.pending)
+            self.hooks = GradHooks(self.params, self.pending, as_view=False)
         self.arrivals = self.pending.table
         assert isinstance(self.arrivals, GradTable) == (library is None)
         self.arrivals.adopt(MEMBERS)

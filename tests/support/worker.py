@@ -220,8 +220,9 @@ def _answer(
 
 def _num_collectives(group: dist.ProcessGroup, types: set[str]) -> int:
     # Private to torch: the numbers its own flight recorder compares between ranks. A
-    # group of several backends does not know one.
-    backends: list[Any] = [group._get_backend(torch.device(kind)) for kind in types]
+    # group of several backends does not know one, and NCCL's has none for the CPU.
+    devices = [device for device in group._device_types if device.type in types]
+    backends: list[Any] = [group._get_backend(device) for device in devices]
     return sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
