@@ -40,7 +40,7 @@ class ManySmall(Net):
 
     def forward(self, factors: Tensor) -> Tensor:
         """Return the loss: ``sum(pieces * factors)``."""
-        total = torch.zeros(factors.shape[1])
+        total = factors.new_zeros(factors.shape[1])
         for piece, factor in zip(self.pieces, factors.unbind(), strict=True):
             total = torch.addcmul(total, piece, factor)
         return total.sum()

@@ -39,6 +39,7 @@ from .work import FutureWork, Work, current_deadline, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
 _CPU = torch.device("cpu")
+_POLL_SECONDS = 0.005
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
@@ -327,6 +328,14 @@ class Communicator:
             running = (e.started for e in self._on_device if not e.is_over())
             first = min(running, default=self.tally.started + 1)
         return self.has_applied_lost or first <= self.tally.stepped
+
+    def let_finish(self, seconds: float) -> None:
+        """Wait a while until no collective runs on a device, unless one has failed."""
+        deadline = world.now() + seconds
+        while not self.has_failed and self._oldest_on_device() is not None:
+            if world.now() > deadline:
+                return
+            world.sleep(_POLL_SECONDS)
 
     def tell_others(self, error: BaseException) -> None:
         """Let the other ranks' waits for this rank raise, because of this error."""

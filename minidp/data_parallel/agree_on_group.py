@@ -30,6 +30,8 @@ from minidp.core import BucketState, Reducer
 from minidp.errors import CollectiveError, explain
 
 PATIENCE_SECONDS = 5.0  # for a rank that first reports who is missing
+# For a device that is behind its host: see `agree_and_reset`.
+CATCH_UP_SECONDS = 2.0
 
 
 class _Report(NamedTuple):
@@ -75,6 +77,11 @@ def agree_and_reset(
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
+    # A host that raises may be ahead of its device, which still averages the gradients
+    # of steps before. Nothing is wrong with those, but the others abort the group as
+    # soon as they hear of this rank, and would cut them off.
+    for each in sharing.values():
+        each.let_finish(CATCH_UP_SECONDS)
     # Another rank may wait for this one in a bucket of another wrapper.
     for each in (communicator, *beside.values()):
         each.peers.give_up(f"it called reset(){cause}")

@@ -108,11 +108,11 @@ def compare_or_copy(
     if check is None or not compares_all:
         return
     missed = ""
-    if found is not None:
+    if found is not None and found.texts:
         # A second reset() does not help, either.
         missed = found.steps or (check.missed_steps if found.parameters else "")
         is_excused = any(all_excuses) or _is_only_rounding(ddp, found)
-        if found.texts and (missed or not is_excused):
+        if missed or not is_excused:
             warn(_explain_difference(group.rank(), found))
     check.restart(missed_steps=missed)
 

@@ -185,6 +185,33 @@ def test_nothing_is_said_if_no_step_has_applied_anything(fresh):
     fresh.run(recover_without_a_copy, 2)
 
 
+def raise_ahead_of_the_device(ctx):
+    """Rank 1 raises while its device still averages the gradients of the last step."""
+    training = Training(ctx, hang_timeout=30)
+    for number in range(FAULT - 1):
+        training.step(number)
+    synchronize()
+    if ctx.device.type == "sim":
+        sim.delay(4000, seed=ctx.rank + 1)
+    else:
+        torch.cuda._sleep(500_000_000)  # cycles, some 0.3 s
+    training.step(FAULT - 1)
+    if ctx.rank == 1:
+        with pytest.raises(Missing):
+            training.step(FAULT, in_loss=raise_missing)
+    else:
+        with pytest.raises(CollectiveError):
+            training.step(FAULT, before_step=synchronize)
+    assert not told(training.model.reset)
+    assert_goes_on(ctx, training)
+    if ctx.device.type == "sim":
+        sim.delay(0, seed=0)
+
+
+def test_a_host_that_raises_lets_its_device_finish(fresh):
+    fresh.run(raise_ahead_of_the_device, 2)
+
+
 def reset_at_once(ctx):
     """Rank 0 does not wait for the error, so that nobody else aborts the group."""
     training = Training(ctx, hang_timeout=30)
@@ -206,11 +233,13 @@ def forget_to_load(ctx, how):
     fail(training)
     if how == "loads before":
         training.load()
-    (text,) = told(training.model.reset) or [""]
+    texts = told(training.model.reset)
     if how == "loads before":
-        assert text == ""
+        assert not texts
         assert_goes_on(ctx, training)
         return
+    # Only of backends that torch ships the replicas are compared, too.
+    text, *_ = texts
     assert text.startswith(f"[rank {ctx.rank}] ")
     assert "rank 0 hold an incomplete average" in text
     if how == "loads after":
@@ -230,7 +259,7 @@ def forget_to_load(ctx, how):
         assert "Rank 0 gave up: " in str(caught.value)
     # Rank 1 has queued its step before the error came, and is wrong by now, too.
     for _ in range(2):  # another reset() mends nothing
-        (text,) = told(training.model.reset)
+        text, *_ = told(training.model.reset)
         assert "rank 0, 1 hold an incomplete average" in text
     training.load()
     assert not told(training.model.reset)
