@@ -65,7 +65,7 @@ class DeviceClock(Clock):
 
     In a grad hook that is the stream which wrote the gradient. In the callback of a
     future it is one that comes after the collective. `read` does not wait for the
-    device, but the constructor and `settle` do. This has not run on a GPU yet.
+    device, but the constructor and `settle` do.
     """
 
     params_every = 8  # an event per parameter costs more than a clock read
