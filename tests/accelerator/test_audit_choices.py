@@ -12,7 +12,7 @@ from torch import nn
 
 from minidp import DataParallel, accelerator
 from minidp.comm import Communicator, backends
-from minidp.core import BucketQueue
+from minidp.core import BucketQueue, kernels
 from minidp.replica import digest, verify
 from tests.support.ranks import on_ranks
 
@@ -178,6 +178,21 @@ def noting(order, name, function):
         return function(*args, **kwargs)
 
     return noted
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_a_hook_copies_a_large_gradient_itself_only_to_save_memory(ctx, views):
+    """A launch per gradient is what costs on a device, and a bucket needs two."""
+    copied = []
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(ctx.device)
+    ddp = DataParallel(
+        net, process_group=ctx.group, gradient_as_bucket_view=views, bucket_cap_mb=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "multiply_into", lambda view, *_: copied.append(view))
+        ddp(torch.ones(2, 256).to(ctx.device)).sum().backward()
+    assert len(copied) == 3 * views
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
