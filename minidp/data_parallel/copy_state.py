@@ -108,11 +108,11 @@ def compare_or_copy(
     if check is None or not compares_all:
         return
     missed = ""
-    if found is not None and found.texts:
+    if found is not None:
         # A second reset() does not help, either.
         missed = found.steps or (check.missed_steps if found.parameters else "")
         is_excused = any(all_excuses) or _is_only_rounding(ddp, found)
-        if missed or not is_excused:
+        if found.texts and (missed or not is_excused):
             warn(_explain_difference(group.rank(), found))
     check.restart(missed_steps=missed)
 
@@ -175,9 +175,14 @@ def _stand(
     buffers = {} if ddp.forward_sync_buffers else replication.buffers
     steps = ddp._guard.optimizers()
     schedulers = find_schedulers(held.values(), survey)
+    is_scaled = optimizers.has_grad_scaler(survey)
     facts = {
         key: optimizers.facts_of(
-            optimizer, steps.get(optimizer, 0), params, schedulers.get(optimizer, ())
+            optimizer,
+            steps.get(optimizer, 0),
+            params,
+            schedulers.get(optimizer, ()),
+            is_scaled=is_scaled,
         )
         for key, optimizer in sorted(held.items())
     }

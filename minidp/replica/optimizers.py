@@ -49,6 +49,9 @@ class OptimizerFacts(NamedTuple):
     settings: str  # of its groups, as text: the learning rate, for example
     state: Mapping[str, str]  # by name of the parameter, as text with checksums
     schedulers: Mapping[str, list[int]]  # how far they are, see `progress_of`
+    # Whether nothing else is known that its next step depends on: its class is of
+    # torch.optim, no hook of the user runs in its step, and no loss is scaled.
+    is_whole: bool
 
 
 def find_optimizers(params: Iterable[torch.Tensor], survey: Survey) -> list[Optimizer]:
@@ -94,6 +97,8 @@ def facts_of(
     steps: int,
     params: Mapping[str, torch.Tensor],
     schedulers: Iterable[LRScheduler],
+    *,
+    is_scaled: bool,
 ) -> OptimizerFacts:
     """Describe an optimizer, as far as it concerns ``params``, which come by name."""
     is_known = can_copy_optimizer(optimizer)
@@ -107,7 +112,21 @@ def facts_of(
     has_state = any(optimizer.state.get(param) for param in params.values())
     name = type(optimizer).__name__
     progress = progress_of(schedulers)
-    return OptimizerFacts(name, steps, is_known, has_state, settings, state, progress)
+    is_whole = is_known and not is_scaled and not _has_hooks(optimizer)
+    return OptimizerFacts(
+        name, steps, is_known, has_state, settings, state, progress, is_whole
+    )
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run in an optimizer's step that are not minidp's."""
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ]
+    return any(
+        not getattr(hook, "__module__", "").startswith("minidp.") for hook in hooks
+    )
 
 
 def can_copy_optimizer(optimizer: Optimizer) -> bool:

@@ -79,8 +79,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     texts += [text for each in of_optimizers for text in each.texts]
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
-    # told if something else differs, or if there is a state that nobody can compare.
-    if missed and (texts or any(each.left for each in of_optimizers)):
+    # told if something else differs, or if there may be what nobody can compare.
+    is_whole = all(each.is_whole for facts in every for each in facts.values())
+    if missed and (texts or not is_whole):
         texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.

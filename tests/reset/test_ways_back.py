@@ -113,6 +113,42 @@ def test_equal_replicas_hear_nothing_of_the_steps_before_a_checkpoint(ctx, name)
     return state_of(ddp, optimizer)
 
 
+class Lookahead(torch.optim.SGD):
+    """What its next step depends on is in an attribute that no checkpoint has."""
+
+
+def scale_a_loss(optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    return scaler
+
+
+HIDES = {
+    "a class of one's own": lambda optimizer: setattr(
+        optimizer, "__class__", Lookahead
+    ),
+    "a hook": lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None),
+    "a scaler": scale_a_loss,
+}
+
+
+@on_ranks(2, fresh={})
+def test_unequal_steps_are_named_where_a_state_may_be_hidden(ctx):
+    """All that can be compared is equal, but ranks may still train apart."""
+    for hide in HIDES.values():
+        ddp = wrapped(ctx, made())
+        optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+        hidden = hide(optimizer)
+        step(ctx, ddp, optimizer, 0)
+        saved = copy.deepcopy(ddp.state_dict())
+        missed(ctx, ddp, optimizer)
+        ddp.load_state_dict(saved)
+        (text,) = told(ddp.reset)
+        assert ctx.rank or "numbers of optimizer steps" in text
+        del hidden, optimizer, ddp
+        gc.collect()
+
+
 @on_ranks(2)
 def test_momentum_alone_is_named(ctx):
     """The rate is 0, as in a warm-up: parameters are equal."""
