@@ -81,12 +81,13 @@ def compare_or_copy(
         ReplicaMismatchError: The ranks pass different ``copy_from``. All raise it.
     """
     group, check = ddp.process_group, ddp._replication.check
+    survey = _survey(ddp)
+    optimizers.scale_anew(ddp._guard.optimizers(), survey)
     if group.size() == 1 or (copy_from is None and not has_store(group)):
         return
     with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
         wanted = _NOBODY if copy_from is None else copy_from
         excuses = 0 if check is None else check.excuses
-        survey = _survey(ddp)
         head = [wanted, check is not None, excuses, _digest(ddp, survey)]
         rows = gather_integers(head, group, exchange_device(group, ddp.device))
         wishes, compares, all_excuses, digests = zip(*rows, strict=True)

@@ -141,6 +141,17 @@ def has_grad_scaler(survey: Survey) -> bool:
     return any(getattr(scaler, "_scale", None) is not None for scaler in every)
 
 
+def scale_anew(optimizers: Iterable[Optimizer], survey: Survey) -> None:
+    """Let scalers unscale the next gradients of these optimizers.
+
+    A scaler takes note that it has unscaled gradients, until its ``update()``. If
+    ``step()`` raises in between, it would not unscale those of the next backward.
+    """
+    for scaler in survey.of(GradScaler):
+        for optimizer in optimizers:
+            scaler._per_optimizer_states.pop(id(optimizer), None)
+
+
 def copy_optimizers(
     optimizers: Mapping[str, Optimizer],
     params: Mapping[str, torch.Tensor],

@@ -387,6 +387,31 @@ def test_a_gradient_scaler_is_named(ctx):
     assert "cannot copy the state of a GradScaler." in text
 
 
+@on_ranks(1, 2)
+def test_a_scaler_unscales_again_after_an_error_in_its_step(ctx):
+    ddp, x = wrapped(ctx, nn.Linear(3, 3)), torch.ones(2, 3)
+    optimizer, scaler = (
+        torch.optim.SGD(ddp.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu"),
+    )
+
+    def train():
+        optimizer.zero_grad()
+        scaler.scale(ddp(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    train()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train()
+    handle.remove()
+    ddp.reset()
+    before = max(p.abs().max() for p in ddp.parameters())
+    train()
+    assert max(p.abs().max() for p in ddp.parameters()) < 2 * before
+
+
 @on_ranks(2)
 def test_what_cannot_be_copied_is_named(ctx):
     ddp = wrapped(ctx, made())
