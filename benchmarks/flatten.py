@@ -11,7 +11,7 @@ Flatten is `view = gradient / 3` for all gradients of a bucket, unflatten is
   torch mul_out, copy_ loop   one call per gradient, from Python; DDP's does it in C++
   torch foreach_copy_, mul_   DDP's batched_grad_copy: the buffer is written twice
   torch cat, mul_             twice too, with less bookkeeping
-  minidp in Python            large gradients one by one, as in hooks, then the rest
+  minidp in Python            as in hooks: on CPU large gradients one by one
   native flatten, unflatten   one call with two lists of tensors
   native slots                what a backward calls: takes the gradients that hooks kept
 
