@@ -37,6 +37,7 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
 from .autograd import (
     NO_TASK,
     any_reached,
+    copied_outputs,
     current_task,
     find_tensors,
     is_exporting,
@@ -83,6 +84,7 @@ __all__ += [
 ]
 __all__ += [
     "any_reached",
+    "copied_outputs",
     "current_task",
     "decode_layout",
     "empty_sparse",

@@ -28,6 +28,7 @@ from torch._C._dynamo.eval_frame import (
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from minidp.accelerator import NO_CONTEXT
 from minidp.errors import GradientError, explain
@@ -116,6 +117,18 @@ def find_tensors(output: object) -> list[Tensor]:
     elif is_rpc_up() and isinstance(output, _rpc.PyRRef) and output.is_owner():
         parts = [output.local_value()]
     return [tensor for part in parts for tensor in find_tensors(part)]
+
+
+def copied_outputs(output: Any) -> Any:
+    """Return an output of a module with copies of its tensors that have a graph.
+
+    Whoever gets the copies may change them in place. The module may have kept the
+    tensors themselves, as its next state or for its backward. Copied are those that
+    ``torch.utils._pytree`` finds, in containers that are new, too.
+    """
+    if isinstance(output, Tensor):
+        return output if output.grad_fn is None else output.clone()
+    return tree_map_only(Tensor, copied_outputs, output)
 
 
 def probe_outputs(output: object, probe: Callable[[Any], None]) -> None:

@@ -73,6 +73,9 @@ class Mode:
     # final callbacks of the engine. Torch does so. If a second wrapper holds the same
     # parameters, the second one then finishes last, and its averages stay in ``.grad``.
     finishes_at_once = False
+    # Whether callers get copies of a module's outputs. Torch makes them where it sends
+    # the backward through a node of its own, and scripts may have come to need them.
+    copies_outputs = False
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
     absent: Sequence[int] = ()  # parameters that this rank predicts to be missing
@@ -184,7 +187,7 @@ class FindUnused(Mode):
     the ranks exchange the result, because a bucket that no rank reaches is skipped.
     """
 
-    fills_in_missing = shares_used_map = True
+    fills_in_missing = shares_used_map = copies_outputs = True
     orders_buckets = False
 
     def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
@@ -272,7 +275,7 @@ class StaticGraph(Mode):
         """Count again in the next backward, as in the first one."""
         self.kept = self.absent = ()
         self._is_first = self.fills_in_missing = self.shares_used_map = True
-        self.finishes_at_once = True
+        self.finishes_at_once = self.copies_outputs = True
         self.orders_buckets = False
 
     def first_entries(self) -> dict[int, GradState]:
@@ -311,7 +314,8 @@ class StaticGraph(Mode):
         if self._is_first:
             self.absent = [i for i, n in enumerate(self._counts) if not n]
             self._repeated = {i: n for i, n in enumerate(self._counts) if n > 1}
-        self._is_first = self.fills_in_missing = self.finishes_at_once = False
+        self._is_first = self.fills_in_missing = False
+        self.finishes_at_once = self.copies_outputs = False
 
     def shadowed(self, untouched: Collection[int]) -> None:
         """Keep what no rank used in the first backward out of all later ones.

@@ -85,9 +85,8 @@ class UsedMap:
         was_open, self.exchange.is_open = self.exchange.is_open, False
         if not was_open or self._is_known:
             return frozenset()
-        counts = self.last_counts
-        if not counts.is_cpu:
-            counts = counts.cpu()  # one wait for the device, not one for each line
+        # One wait for the device, and no kernel there. On the CPU it copies nothing.
+        counts = self._parts.cpu().sum(0)
         return frozenset(torch.nonzero(counts == 0).flatten().tolist())
 
     @property
@@ -97,7 +96,12 @@ class UsedMap:
         It comes from the last exchange, for which this waits. Before the first one, and
         after a reset, it is all zeros.
         """
+        return self._parts.sum(0, dtype=torch.int32)
+
+    @property
+    def _parts(self) -> Tensor:
+        """The last exchange: one row with the sums, or a row for each rank."""
         self.exchange.settle()
-        if self.exchange.values is None:
-            return self._flags(())
-        return self.exchange.values.view(-1, self._num_params).sum(0, dtype=torch.int32)
+        values = self.exchange.values
+        mine = self._flags(()) if values is None else values
+        return mine.view(-1, self._num_params)

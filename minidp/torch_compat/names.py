@@ -110,8 +110,8 @@ class TorchNames:
     # minidp has nothing of this kind.
     use_side_stream_for_tensor_copies = False
     _use_python_reducer = False
-    _ddp_sink_clone = False
     _lazy_init_ran = False  # until the first forward
+    _ddp_sink_clone = True  # False: outputs are never copied (`Mode.copies_outputs`)
 
     # -- hooks and optimizers ----------------------------------------------------------
 

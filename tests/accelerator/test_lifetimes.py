@@ -7,6 +7,7 @@ what lay there before.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -17,7 +18,18 @@ from minidp import DataParallel
 from minidp.comm import Communicator
 from minidp.core.exchange import Exchange
 from tests.accelerator.training import no_races
+from tests.support import sim
 from tests.support.ranks import on_ranks
+from tests.support.waiting import until
+
+
+@contextlib.contextmanager
+def all_memory_reused():
+    """Fail if the block has a race; `take` gets all memory that is freed in it."""
+    gc.collect()
+    torch.accelerator.memory.empty_cache()
+    with no_races():
+        yield
 
 
 def take(side, *sizes, dtype=torch.float32):
@@ -26,6 +38,14 @@ def take(side, *sizes, dtype=torch.float32):
         for size in sizes:
             keep = [torch.ones(size, dtype=dtype, device="sim") for _ in range(32)]
             del keep
+
+
+def wait_until_freed(before):
+    """Wait until no more memory is allocated than before.
+
+    The engine's thread lets go of a graph a little after the backward.
+    """
+    until(lambda: gc.collect() >= 0 and sim.allocated() == before)
 
 
 def nodes_on(side, *params):
@@ -53,7 +73,7 @@ def test_gradients_of_another_stream_are_dropped_by_the_user(ctx):
     nodes = nodes_on(side, module.first)
     ddp = DataParallel(module, process_group=ctx.group)
     x = torch.ones((), device=ctx.device)
-    with no_races():
+    with all_memory_reused():
         for _ in range(3):
             ddp(x).backward()
             ddp.zero_grad()
@@ -67,7 +87,7 @@ def test_gradients_of_another_stream_become_views(ctx):
     module, side = Sums().to(ctx.device), torch.Stream("sim")
     ddp = DataParallel(module, process_group=ctx.group, gradient_as_bucket_view=True)
     x = torch.ones((), device=ctx.device)
-    with no_races():
+    with all_memory_reused():
         for _ in range(3):
             ddp.zero_grad()
             with side:
@@ -85,7 +105,7 @@ def test_gradients_of_another_stream_become_views_of_a_new_wrapper(ctx):
         for param in module.parameters():
             param.grad = torch.ones_like(param)
     torch.accelerator.current_stream().wait_stream(side)
-    with no_races():
+    with all_memory_reused():
         ddp = DataParallel(
             module, process_group=ctx.group, gradient_as_bucket_view=True
         )
@@ -103,7 +123,7 @@ def test_gradients_of_another_stream_are_copied_in_a_pause(ctx, views):
     options = {"gradient_as_bucket_view": views}
     ddp = DataParallel(module, process_group=ctx.group, **options)
     x = torch.ones((), device=ctx.device)
-    with no_races():
+    with all_memory_reused():
         for _ in range(2):
             first, last = ddp(x)
             first.backward()
@@ -121,7 +141,7 @@ def test_a_sum_that_nobody_reads(ctx):
     side = torch.Stream("sim")
     communicator = Communicator(ctx.group, device=ctx.device)
     exchange = Exchange("a sum", (3, torch.float64), ctx.device, communicator)
-    with no_races():
+    with all_memory_reused():
         with side:
             exchange.start(exchange.blank())
         exchange.settle()
@@ -154,7 +174,7 @@ def test_averages_of_unused_parameters_are_put_back(ctx):
         gradient_as_bucket_view=True,
     )
     x = torch.ones(4, 20, device=ctx.device)
-    with no_races():
+    with all_memory_reused():
         for step in range(4):
             ddp(x, uses_both=step == 0).sum().backward()
             take(side, 400, 20)
@@ -173,7 +193,8 @@ def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
         options["average_over"] = "items"
     x = torch.ones(4, 60, device=ctx.device)
     side.wait_stream(torch.accelerator.current_stream())
-    with no_races():
+    with all_memory_reused():
+        before = sim.allocated()
         for _ in range(2):
             with side:
                 ddp = DataParallel(module, process_group=ctx.group, **options)
@@ -190,7 +211,7 @@ def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
             loss.backward()
             del ddp, loss, unweighed, count
             module.zero_grad()
-            gc.collect()
+            wait_until_freed(before)
             take(side, 18300, 18000, 300, 1)
             take(side, 6, 3, 1, dtype=torch.float64)
             take(side, 1, dtype=torch.bool)
@@ -198,23 +219,20 @@ def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
 
 @on_ranks(2)
 def test_a_loss_that_is_weighed_on_another_stream(ctx):
-    """Whether its count is 0 is known there, and here gradients depend on it.
-
-    The engine's thread may free that memory too late for one round to show a race.
-    """
+    """Whether its count is 0 is known there, and here gradients depend on it."""
     module, side = nn.Linear(60, 300).to(ctx.device), torch.Stream("sim")
-    with no_races():
-        for _ in range(8):
-            ddp = DataParallel(module, process_group=ctx.group, average_over="items")
-            loss = ddp(torch.ones(4, 60, device=ctx.device)).sum()
-            side.wait_stream(torch.accelerator.current_stream())
-            loss.record_stream(side)
-            with side:
-                count = torch.full((), 4.0, device=ctx.device)
-                weighed = ddp.weigh_loss(loss, count)
-            torch.accelerator.current_stream().wait_stream(side)
-            weighed.backward()
-            del ddp, loss, weighed
-            gc.collect()
-            take(side, 1, dtype=torch.bool)
-    del count
+    count = torch.full((), 4.0, device=ctx.device)
+    with all_memory_reused():
+        before = sim.allocated()
+        ddp = DataParallel(module, process_group=ctx.group, average_over="items")
+        loss = ddp(torch.ones(4, 60, device=ctx.device)).sum()
+        side.wait_stream(torch.accelerator.current_stream())
+        loss.record_stream(side)
+        with side:
+            weighed = ddp.weigh_loss(loss, count)
+        torch.accelerator.current_stream().wait_stream(side)
+        weighed.backward()
+        del ddp, loss, weighed
+        module.zero_grad()
+        wait_until_freed(before)
+        take(side, 1, dtype=torch.bool)

@@ -62,6 +62,7 @@ def test_a_bucket_is_launched_from_the_stream_that_has_filled_it(ctx, options):
     module = Outputs(side := torch.Stream("sim"))
     options = {"find_unused_parameters": True, "bucket_cap_mb": 1e-3} | options
     ddp = DataParallel(module, process_group=ctx.group, **options)
+    ddp._set_ddp_sink_clone(False)  # it would copy on this stream
     with no_races():
         for step in range(3):
             ddp.zero_grad()
@@ -86,7 +87,9 @@ def test_a_reset_waits_for_what_a_paused_backward_has_launched(ctx):
         first, second = ddp(torch.ones(4, 20, device=ctx.device))
         (first + second).sum().backward()  # from now on .grad is in the buckets
         _, second = ddp(torch.ones(4, 20, device=ctx.device))
+        sim.delay(SLOW, seed=1)
         second.sum().backward()
+        sim.delay(0, seed=0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(agree_on_group, "CATCH_UP_SECONDS", 0.0)
             ddp.reset()
@@ -101,6 +104,7 @@ def test_averages_are_looked_at_on_the_stream_of_an_output(ctx):
     module = Outputs(side := torch.Stream("sim"))
     options = {"average_over": "items", "find_unused_parameters": True}
     ddp = DataParallel(module, process_group=ctx.group, **options, bucket_cap_mb=1e-3)
+    ddp._set_ddp_sink_clone(False)  # it would copy on this stream
     with no_races():
         for _ in range(4):
             ddp.zero_grad(set_to_none=False)

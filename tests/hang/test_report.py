@@ -22,6 +22,7 @@ from minidp.hang import heartbeat, report
 from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
 from minidp.hang.report import Inquiry, MissingRanks, Passed
 from tests.hang.test_world import Stopped
+from tests.support.waiting import until
 
 
 def status(started, wait="", **more):
@@ -331,9 +332,7 @@ def test_a_thread_of_autograd_waits_for_all():
     assert begun.wait(20)
     assert place_of(threading.get_ident())[1]
     never.set_result(None)
-    deadline = time.monotonic() + 20
-    while place_of(thread)[1] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not place_of(thread)[1])
     assert not place_of(threading.get_ident())[1]
 
 

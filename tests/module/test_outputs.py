@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import grads, history_of, modes, on_both, same, wrapped
+from tests.support.both import grads, history_of, on_both, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks
 
 
@@ -83,12 +83,79 @@ def test_any_output(pool, kind, mode, torch_is_wrong):
         assert unused == UNUSED.get(kind, [4, 5])
 
 
-@modes
-def test_outputs_are_the_very_objects_of_the_module(lone_group, mode):
-    ddp = DataParallel(Shapes("tuple"), **mode)
+def test_outputs_are_the_very_objects_of_the_module(lone_group):
+    ddp = DataParallel(Shapes("tuple"))
     kept: list[Any] = []
     ddp.module.register_forward_hook(lambda _m, _i, out: kept.append(out))
     assert ddp(torch.ones(1, 2)) is kept[0]
+
+
+class Recurrent(nn.Module):
+    """Keeps what it returns, as its next state, and in ``tanh``, for its backward."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.state, self.pack = torch.zeros(1, 2), pack
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x + self.state).tanh()
+        self.state = y.detach()
+        return self.pack(y)
+
+
+PACKED: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda y: y, lambda out: out),
+    "nested": (lambda y: {"a": (y.sum(), [y])}, lambda out: out["a"][1][0]),
+    "named": (lambda y: torch.max(y, 1), lambda out: out.values),
+    "twice": (lambda y: (y, y), lambda out: out[1]),
+}
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "both"])
+def test_outputs_that_are_changed_in_place(ctx, wrap, kind, option):
+    """Torch copies outputs in these modes, with a static graph in the first step."""
+    pack, unpack = PACKED[kind]
+    options = ("find_unused_parameters", "static_graph")
+    ddp = wrap(Recurrent(pack), **{o: option in (o, "both") for o in options})
+    ddp.module.unused.requires_grad_(requires_grad=False)
+    seen: list[Any] = []
+
+    def loss(step: int) -> torch.Tensor:
+        y = unpack(ddp(torch.ones(1, 2) * (ctx.rank + 1 + step)))
+        if step == 0 or option == "find_unused_parameters":
+            y.mul_(2)
+        seen.append(ddp.module.state.clone())
+        return y.sum()
+
+    with torch.no_grad():
+        loss(0)
+    if option == "find_unused_parameters":
+        with ddp.no_sync():
+            loss(0).backward()
+    return [seen, history_of(ddp, loss, 4)]
+
+
+@as_in_torch(2)
+def test_outputs_are_not_copied_if_torch_is_told_so(ctx, wrap):
+    ddp = wrap(Recurrent(lambda y: y), find_unused_parameters=True)
+    ddp._set_ddp_sink_clone(False)
+    y = ddp(torch.ones(1, 2) * (ctx.rank + 1))
+    assert y.data_ptr() == ddp.module.state.data_ptr()
+    y.sum().backward()
+    return grads(ddp)
+
+
+def test_outputs_of_a_static_graph_are_copied_until_it_is_known(lone_group):
+    ddp = DataParallel(Recurrent(lambda y: y), static_graph=True)
+    are_copies = []
+    for _ in range(3):
+        y = ddp(torch.ones(1, 2))
+        are_copies.append(y.data_ptr() != ddp.module.state.data_ptr())
+        y.sum().backward()
+    assert are_copies == [True, False, False]
 
 
 @on_ranks(2)

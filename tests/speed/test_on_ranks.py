@@ -16,6 +16,7 @@ from torch import nn
 
 import minidp
 from tests.support.ranks import on_ranks
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.fresh
 
@@ -106,14 +107,6 @@ def test_rank_0_names_the_slow_rank_and_its_phase(ctx, phase, attached):
         assert "Rank 1 (" in lines[0]
         assert f": its {PHASES[phase]}" in lines[0]
         assert numbers["slow_rank"] == 1
-
-
-def until(condition):
-    """Wait up to 20 s for what the watchdog's thread does."""
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
 
 
 @on_ranks(2)

@@ -67,7 +67,6 @@ ABSENT_IN_REDUCER = {
 }
 OTHER_VALUES = {
     "use_side_stream_for_tensor_copies": "nothing is copied here",
-    "_ddp_sink_clone": "nothing is cloned here",
 }
 
 

@@ -94,6 +94,12 @@ def races() -> list[str]:
     return list(load().take_races())
 
 
+def allocated(device: int = 0) -> int:
+    """Return how many bytes of a device's memory are allocated now."""
+    in_use, _, _ = load().memory(device)
+    return in_use
+
+
 def delay(microseconds: int, seed: int) -> None:
     """Let each launch wait for a random time up to this one, which ``seed`` decides."""
     load().set_delay(microseconds, seed)
@@ -147,7 +153,7 @@ def costs(device: int = 0) -> Iterator[Costs]:
     library, found = load(), Costs()
     library.drain()  # collectives keep their tensors until they are over
     library.reset_peak(device)
-    before, _, _ = library.memory(device)
+    before = allocated(device)
     library.take_counters()
     yield found
     counted = library.take_counters()

@@ -267,6 +267,8 @@ class Call {
     return found;
   }
 
+  // The host computes the results. They are written on the stream, because their memory may have
+  // been freed by another thread meanwhile, and the allocator then still overwrites it.
   Stack run_now() {
     synchronize(current_stream(device_), name_);
     Stack stack;
@@ -282,7 +284,11 @@ class Call {
     for (const auto& value : stack)
       results.push_back(changed(value, c10::kCPU, [&](const at::Tensor& tensor) {
         auto result = empty_on(device_, tensor);
-        Alias(result).on_cpu().copy_(tensor);
+        launch(
+            current_stream(device_),
+            name_,
+            {range_of(result, true)},
+            [to = Alias(result), tensor] { to.on_cpu().copy_(tensor); });
         return result;
       }));
     return results;
