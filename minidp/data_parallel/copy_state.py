@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -28,6 +28,7 @@ from minidp.replica import (
     Survey,
     find_schedulers,
     optimizers,
+    scalers,
     standing,
     sum_of_bits,
 )
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 _NOBODY = -1  # whose state is copied
-_GRAD_SCALERS = "the state of a GradScaler"
 
 
 def check_root(copy_from: int | None, size: int) -> None:
@@ -82,7 +82,7 @@ def compare_or_copy(
     """
     group, check = ddp.process_group, ddp._replication.check
     survey = _survey(ddp)
-    optimizers.scale_anew(ddp._guard.optimizers(), survey)
+    scalers.scale_anew(ddp._guard.optimizers(), survey)
     if group.size() == 1 or (copy_from is None and not has_store(group)):
         return
     with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
@@ -94,12 +94,12 @@ def compare_or_copy(
         _refuse_other_wishes(wishes, group.rank())
         compares_all = all(compares)
         is_equal = len({*digests}) == 1 or not (compares_all or copy_from is not None)
-        found, held = (None, {}) if is_equal else _compare(ddp, survey)
+        found = None if is_equal else _compare(ddp, survey)
         if copy_from is not None:
             ddp._replication.broadcast_all(ddp.module, copy_from)
             if found is not None:
                 how = f"reset(copy_from={copy_from})"
-                _copy_optimizers(ddp, found, held, copy_from, how, survey)
+                _copy_optimizers(ddp, found, copy_from, how, survey)
             found = None
             # Whoever copies a wrong rank, in spite of the warning, wants to go on.
             ddp._reducer.forget_incomplete()
@@ -111,10 +111,11 @@ def compare_or_copy(
     missed = ""
     if found is not None:
         # A second reset() does not help, either.
-        missed = found.steps or (check.missed_steps if found.parameters else "")
-        is_excused = any(all_excuses) or _is_only_rounding(ddp, found)
-        if found.texts and (missed or not is_excused):
-            warn(_explain_difference(group.rank(), found))
+        differing = found.differences
+        missed = differing.steps or (check.missed_steps if differing.parameters else "")
+        is_excused = any(all_excuses) or _is_only_rounding(ddp, differing)
+        if differing.texts and (missed or not is_excused):
+            warn(_explain_difference(group.rank(), differing))
     check.restart(missed_steps=missed)
 
 
@@ -145,8 +146,7 @@ def copy_after_join(ddp: DataParallel, root: int) -> None:
     ledger.agree_on(max(finalized))
     if len(set(all_steps)) > 1:
         survey, how = _survey(ddp), "The end of join()"
-        found, held = _compare(ddp, survey)
-        _copy_optimizers(ddp, found, held, root, how, survey)
+        _copy_optimizers(ddp, _compare(ddp, survey), root, how, survey)
         if ddp._replication.check is not None:
             ddp._replication.check.restart()
     ddp._guard.forget_steps()
@@ -155,6 +155,14 @@ def copy_after_join(ddp: DataParallel, root: int) -> None:
 def _survey(ddp: DataParallel) -> Survey:
     # A scheduler is younger than its optimizer, and that is younger than the module.
     return Survey(ddp._guard.optimizers() or [ddp.module])
+
+
+class _Comparison(NamedTuple):
+    """What `_compare` finds."""
+
+    differences: standing.Differences
+    standings: list[standing.Standing]  # of all ranks
+    held: dict[str, list[Optimizer]]  # this rank's, see `optimizers.by_key`
 
 
 def _digest(ddp: DataParallel, survey: Survey) -> int:
@@ -166,84 +174,104 @@ def _digest(ddp: DataParallel, survey: Survey) -> int:
 
 
 def _stand(
-    ddp: DataParallel, held: dict[str, Optimizer], survey: Survey
+    ddp: DataParallel,
+    held: Mapping[str, Sequence[Optimizer]],
+    survey: Survey,
+    *,
+    asks_for_steppers: bool = False,
 ) -> standing.Standing:
-    """Return where this rank stands, with the state of the ``held`` optimizers."""
+    """Return where this rank stands, with the state of the ``held`` optimizers.
+
+    What steps these is told only if asked for, because the search takes long.
+    """
     reducer, replication = ddp._reducer, ddp._replication
     params, frozen = reducer.named, replication.others(ddp.module)
     replication.collect(ddp.module)
     # The next forward makes those equal that it broadcasts.
     buffers = {} if ddp.forward_sync_buffers else replication.buffers
     steps = ddp._guard.optimizers()
-    schedulers = find_schedulers(held.values(), survey)
-    is_scaled = optimizers.has_grad_scaler(survey)
-    facts = {
-        key: optimizers.facts_of(
+    every = [optimizer for alike in held.values() for optimizer in alike]
+    schedulers = find_schedulers(every, survey)
+
+    def facts_of(optimizer: Optimizer) -> optimizers.OptimizerFacts:
+        return optimizers.facts_of(
             optimizer,
             steps.get(optimizer, 0),
             params,
             schedulers.get(optimizer, ()),
-            is_scaled=is_scaled,
+            survey.steppers_of(optimizer) if asks_for_steppers else (),
         )
-        for key, optimizer in sorted(held.items())
-    }
-    return standing.Standing(_sums(params), _sums(frozen), _sums(buffers), facts)
+
+    facts = {key: [*map(facts_of, alike)] for key, alike in sorted(held.items())}
+    hook = reducer.queue.averaging.comm_hook
+    return standing.Standing(
+        _sums(params),
+        _sums(frozen),
+        _sums(buffers),
+        facts,
+        scalers.scales_of(survey),
+        {} if hook is None else hook.counts,
+    )
 
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(sum_of_bits(tensor)) for name, tensor in tensors.items()}
 
 
-def _compare(
-    ddp: DataParallel, survey: Survey
-) -> tuple[standing.Differences, dict[str, Optimizer]]:
-    """Return how the replicas differ, and this rank's optimizers by their keys.
-
-    All ranks must call it together.
-    """
+def _compare(ddp: DataParallel, survey: Survey) -> _Comparison:
+    """Return how the replicas differ. All ranks must call it together."""
     params = ddp._reducer.params
     known = dict.fromkeys(
         [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
     )
     held = optimizers.by_key(known, params)
-    standings = standing.exchange(
-        _stand(ddp, held, survey), ddp.process_group, ddp.device
-    )
-    return standing.find_differences(standings), held
+    mine = _stand(ddp, held, survey, asks_for_steppers=True)
+    standings = standing.exchange(mine, ddp.process_group, ddp.device)
+    return _Comparison(standing.find_differences(standings), standings, held)
 
 
 def _copy_optimizers(
-    ddp: DataParallel,
-    found: standing.Differences,
-    held: dict[str, Optimizer],
-    root: int,
-    how: str,
-    survey: Survey,
+    ddp: DataParallel, found: _Comparison, root: int, how: str, survey: Survey
 ) -> None:
-    """Copy the optimizers of rank ``root``, and warn of what stays different.
+    """Copy what rank ``root`` has beside its module; warn of what stays different.
 
+    These are optimizers, their schedulers, a loss scale, and what the comm hook counts.
     All ranks must call it together.
     """
-    reducer = ddp._reducer
-    params = reducer.named
-    shared = {key: held[key] for key in found.shared}
-    copied = {k: o for k, o in shared.items() if optimizers.can_copy_optimizer(o)}
-    lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root, survey)
-    left = [f"the state of {name}" for name in sorted({*lost, *found.left})]
-    if found.steps and optimizers.has_grad_scaler(survey):
-        left.append(_GRAD_SCALERS)  # with other scales, ranks would train apart
-    if left and found.texts:
-        steps = f" Optimizer steps: {found.steps}." if found.steps else ""
+    reducer, differing = ddp._reducer, found.differences
+    params, sender = reducer.named, found.standings[root]
+    left, copied = {*differing.left}, {}
+    for key, place in differing.shared:
+        alike = found.held[key]
+        if not all(map(optimizers.can_copy_optimizer, alike)):
+            continue
+        if place is not None:
+            copied[f"{key}/{place}"] = [alike[place]]
+        elif len(sender.optimizers[key]) == 1:
+            copied[key] = alike
+        else:  # nobody knows which of them rank `root` uses
+            left.add(type(alike[0]).__name__)
+    left |= {
+        *optimizers.copy_optimizers(copied, params, ddp.process_group, root, survey)
+    }
+    scales = [each.scales for each in found.standings]
+    if scalers.can_copy_scales(scales):
+        scalers.set_scale(survey, *sender.scales)
+    if reducer.queue.averaging.comm_hook is not None:
+        reducer.queue.averaging.comm_hook.count_as(sender.hook)
+    if left and differing.texts:
+        names = " and ".join(f"the state of {name}" for name in sorted(left))
         if reducer.rank:  # short, but with what may be left on this rank alone
-            what = f"{how} cannot copy {' and '.join(left)}."
+            what = f"{how} cannot copy {names}."
             remedy = f"give all ranks rank {root}'s state of these"
             warn(explain(reducer.rank, what, remedy=remedy))
             return
+        steps = f" Optimizer steps: {differing.steps}." if differing.steps else ""
         warn(
             explain(
                 reducer.rank,
                 f"{how} gave all ranks rank {root}'s parameters, but cannot copy "
-                f"{' and '.join(left)}.{steps}",
+                f"{names}.{steps}",
                 remedy=f"give all ranks rank {root}'s state of these, for example by "
                 "broadcast_object_list(...) and load_state_dict(...)",
             )
@@ -286,7 +314,8 @@ def _explain_difference(rank: int, found: standing.Differences) -> str:
         expected="the same on all ranks",
         found=f"different {'; '.join(found.texts)}",
         remedy="call reset(copy_from=0) instead, which copies rank 0's parameters, "
-        "buffers, optimizer state and learning rate schedulers to all ranks; or load "
-        "the same checkpoint of all these on all ranks now. If parameters still differ "
-        "in the next synchronised step, it raises a ReplicaMismatchError",
+        "buffers, optimizer state, learning rate schedulers and loss scale to all "
+        "ranks; or load the same checkpoint of all these on all ranks now. If "
+        "parameters still differ in the next synchronised step, it raises a "
+        "ReplicaMismatchError",
     )

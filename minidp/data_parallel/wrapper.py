@@ -97,7 +97,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             first bucket of 1 MiB. "auto" tries other layouts in the first backwards and
             keeps the fastest one; from three ranks on, the last bits of gradients may
             then differ between two runs.
-        find_unused_parameters: Allow parameters that get no gradient in some steps.
+        find_unused_parameters: Allow parameters that get no gradient in some steps. As
+            in torch, the outputs are then copies of the module's, made on the caller's
+            stream.
         check_reduction: Deprecated and ignored, as in torch.
         gradient_as_bucket_view: Make each ``.grad`` a view of its bucket, which saves
             memory.
@@ -472,9 +474,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         Args:
             copy_from: A rank of the process group, the same on all ranks. All ranks get
                 its parameters, its module buffers, the state and settings of its
-                optimizers of ``torch.optim``, and their learning rate schedulers. A
-                warning says what cannot be copied. With None nothing is copied, for
-                example because a checkpoint is loaded.
+                optimizers of ``torch.optim``, their learning rate schedulers, and the
+                scale of its GradScaler. A warning says what cannot be copied. With None
+                nothing is copied, for example because a checkpoint is loaded.
 
         Raises:
             CollectiveError: Ranks, which the error names, do not call this in time.

@@ -9,7 +9,7 @@ replaces the buffer, and is not divided any further.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_origin
 
 import torch
@@ -22,6 +22,7 @@ from .grad_bucket import GradBucket
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_KNOWN = ("torch.distributed.algorithms.", "minidp.")  # modules with known states
 _GROUP_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
 
@@ -45,15 +46,37 @@ class CommHook:
         self.has_run = False  # it was called, once or more often
 
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
-        """Let the hook use another process group, if its state is the old one.
+        """Let the hook use another process group, where its state is the old one.
 
         Torch's hooks that take a group as their state, wrapped or not, understand None
-        as the default group. So if that one is replaced, None is, too. Any other state
-        is kept.
+        as the default group. So if that one is replaced, None is, too. A state of
+        another kind gets the new group in those of its attributes that are the old one
+        (``PowerSGDState.process_group``). Everything else in it is kept.
         """
         is_default = self.state is None and old is joined_group(None)
         if self.state is old or (is_default and _takes_group(self.hook)):
             self.state = new
+            return
+        for name, value in _attributes(self.state).items():
+            if value is old:
+                setattr(self.state, name, new)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What a state of torch's or of minidp counts, by attribute (``iter``).
+
+        It decides what the hook does next, and so must be equal on all ranks. In a
+        state of the user's own nobody knows what is meant to differ.
+        """
+        if not type(self.state).__module__.startswith(_KNOWN):
+            return {}
+        attributes = _attributes(self.state).items()
+        return {name: value for name, value in attributes if type(value) is int}
+
+    def count_as(self, counts: Mapping[str, int]) -> None:
+        """Set what `counts` has returned, on this rank or on another one."""
+        for name in self.counts.keys() & counts.keys():
+            setattr(self.state, name, counts[name])
 
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
@@ -237,6 +260,14 @@ def _forget_frames(error: Exception) -> None:
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in ours:
         trace = trace.tb_next
     error.__traceback__ = trace
+
+
+def _attributes(state: object) -> dict[str, Any]:
+    """Return an object's own attributes, those in slots, too (``PowerSGDState``)."""
+    slots = [getattr(kind, "__slots__", ()) for kind in type(state).__mro__]
+    names = [name for some in slots if not isinstance(some, str) for name in some]
+    found = {name: getattr(state, name) for name in names if hasattr(state, name)}
+    return found | getattr(state, "__dict__", {})
 
 
 def name_of(hook: object) -> str:

@@ -2,13 +2,13 @@
 
 Read the files in this order. `parameters` finds the parameters of a module that take
 part. `verify` checks that all ranks wrap the same module, and copies rank 0's values to
-all. `drift` compares the replicas every so many steps. `standing`, `optimizers` and
-`schedulers` compare them, and copy what is not equal, on the ways back to training
-after an error; `objects` finds optimizers and schedulers. `digest` has the checksums,
-`rounding` the differences that are only rounding.
+all. `drift` compares the replicas every so many steps. `standing`, `optimizers`,
+`schedulers` and `scalers` compare them, and copy what is not equal, on the ways back to
+training after an error; `objects` finds what belongs to an optimizer. `digest` has the
+checksums, `rounding` the differences that are only rounding.
 """
 
-from . import optimizers, parameters, standing, verify
+from . import optimizers, parameters, scalers, standing, verify
 from .digest import SMALL_BYTES, digest_of, sum_of_bits
 from .drift import Doubts, ReplicaCheck
 from .objects import Survey
@@ -27,4 +27,4 @@ __all__ += [
     "find_schedulers",
     "optimizers",
 ]
-__all__ += ["parameters", "standing", "sum_of_bits", "verify"]
+__all__ += ["parameters", "scalers", "standing", "sum_of_bits", "verify"]

@@ -8,6 +8,7 @@ are searched among all objects of this process.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeVar
@@ -45,6 +46,31 @@ class Survey:
         # isinstance() would run code of proxy objects, so this asks for the type alone.
         return [each for each in every if issubclass(type(each), _KINDS)]
 
+    def steppers_of(self, optimizer: Optimizer) -> list[object]:
+        """Return objects that hold an optimizer, and have a ``step`` method.
+
+        They may be learning rate schedulers of the user's own, of any class. Those of
+        torch and of minidp are left out.
+        """
+        holders = gc.get_referrers(optimizer)
+        owners = (gc.get_referrers(each) for each in holders if type(each) is dict)
+        found = {id(each): each for some in (holders, *owners) for each in some}
+        return [each for each in found.values() if _steps(each, optimizer)]
+
     def of(self, kind: type[_T]) -> list[_T]:
         """Return the objects of a class and of its subclasses."""
         return [each for each in self._found if isinstance(each, kind)]
+
+
+def _steps(holder: object, optimizer: Optimizer) -> bool:
+    """Return whether an object of the user has an optimizer and a ``step`` method."""
+    kind = type(holder)
+    if issubclass(kind, _KINDS) or kind.__module__.startswith(("torch.", "minidp.")):
+        return False
+    if not callable(inspect.getattr_static(kind, "step", None)):
+        return False
+    try:
+        attributes = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return False
+    return any(value is optimizer for value in attributes.values())

@@ -3,11 +3,12 @@
 Equal parameters are not enough to go on with: a rank that has missed a step has another
 momentum, and perhaps another learning rate, and so its next step would differ.
 
-Two ranks have the same optimizer if its class and the parameters in its groups are the
-same. Only optimizers that all ranks have are looked at, because those that share the
-work among ranks (ZeRO) hold other parameters on each. State and settings are compared
-and copied only for the classes of ``torch.optim``, whose next step depends on nothing
-else. Of other classes nobody knows whether their state is meant to differ.
+Two ranks have the same optimizer if its class is the same and it holds the same of the
+averaged parameters, in whatever groups and order, and beside whatever parameters of the
+rank's own. Only optimizers that all ranks have are looked at, because those that share
+the work among ranks (ZeRO) hold other parameters on each. State and settings are
+compared and copied only for the classes of ``torch.optim``, whose next step depends on
+nothing else. Of other classes nobody knows whether their state is meant to differ.
 
 To be sent, an optimizer's state becomes plain data that JSON can hold, with its tensors
 in a list beside it (`_plain`); the receiver turns it into values again (`_made`).
@@ -15,13 +16,13 @@ in a list beside it (`_plain`); the receiver turns it into values again (`_made`
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
@@ -46,11 +47,15 @@ class OptimizerFacts(NamedTuple):
     steps: int  # that it has made since the ranks last agreed
     is_known: bool  # whether it is of torch.optim: its state can be compared and copied
     has_state: bool
-    settings: str  # of its groups, as text: the learning rate, for example
+    # By name of each parameter that it holds: the settings of its group, as text (the
+    # learning rate, for example), or "" if the class is not known.
+    settings: Mapping[str, str]
     state: Mapping[str, str]  # by name of the parameter, as text with checksums
     schedulers: Mapping[str, list[int]]  # how far they are, see `progress_of`
+    # What objects of other classes count that step it (`Survey.steppers_of`), likewise.
+    steppers: Mapping[str, list[int]]
     # Whether nothing else is known that its next step depends on: its class is of
-    # torch.optim, no hook of the user runs in its step, and no loss is scaled.
+    # torch.optim, and no hook of the user runs in its step.
     is_whole: bool
 
 
@@ -62,8 +67,11 @@ def find_optimizers(params: Iterable[torch.Tensor], survey: Survey) -> list[Opti
 
 def by_key(
     optimizers: Iterable[Optimizer], params: Sequence[torch.Tensor]
-) -> dict[str, Optimizer]:
+) -> dict[str, list[Optimizer]]:
     """Return the optimizers by a key, which is equal on all ranks for the same one.
+
+    It tells nothing of the order of the parameters. Several optimizers under one key
+    hold the same of ``params``; these come in their given order.
 
     Those inside an optimizer of ``torch.distributed`` are left out, because that one
     divides their work among the ranks.
@@ -76,19 +84,14 @@ def by_key(
         if type(outer).__module__.startswith("torch.distributed.")
         for value in vars(outer).values()
     }
-    found: dict[str, Optimizer] = {}
+    found: dict[str, list[Optimizer]] = {}
     for optimizer in every:
-        if id(optimizer) in inner or not _held(optimizer) & index.keys():
+        held = sorted(index[each] for each in _held(optimizer) & index.keys())
+        if id(optimizer) in inner or not held:
             continue
-        places = [
-            [index.get(id(param), -1) for param in group["params"]]
-            for group in optimizer.param_groups
-        ]
-        digest = hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]
-        key, number = f"{type(optimizer).__qualname__}/{digest}", 0
-        while f"{key}/{number}" in found:  # two that are alike, in their given order
-            number += 1
-        found[f"{key}/{number}"] = optimizer
+        digest = hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
+        key = f"{type(optimizer).__qualname__}/{digest}"
+        found.setdefault(key, []).append(optimizer)
     return found
 
 
@@ -97,24 +100,30 @@ def facts_of(
     steps: int,
     params: Mapping[str, torch.Tensor],
     schedulers: Iterable[LRScheduler],
-    *,
-    is_scaled: bool,
+    steppers: Iterable[object] = (),
 ) -> OptimizerFacts:
     """Describe an optimizer, as far as it concerns ``params``, which come by name."""
     is_known = can_copy_optimizer(optimizer)
-    state, settings = {}, ""
+    state, settings = {}, {}
     if is_known:
         own = {name: optimizer.state.get(param) for name, param in params.items()}
         # A float in the state may be a loss (LBFGS keeps it), which each rank has its
         # own of. So only the other values are compared.
         state = {name: _text(_without_floats(v)) for name, v in own.items() if v}
-        settings = json.dumps([_text(each) for each in _settings(optimizer)])
+    for group in _groups_of(optimizer, params):
+        text = _text(group.settings) if is_known else ""
+        settings.update(dict.fromkeys(group.names, text))
     has_state = any(optimizer.state.get(param) for param in params.values())
-    name = type(optimizer).__name__
-    progress = progress_of(schedulers)
-    is_whole = is_known and not is_scaled and not _has_hooks(optimizer)
     return OptimizerFacts(
-        name, steps, is_known, has_state, settings, state, progress, is_whole
+        type(optimizer).__name__,
+        steps,
+        is_known,
+        has_state,
+        settings,
+        state,
+        progress_of(schedulers),
+        progress_of(steppers),
+        is_known and not _has_hooks(optimizer),
     )
 
 
@@ -135,25 +144,8 @@ def can_copy_optimizer(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def has_grad_scaler(survey: Survey) -> bool:
-    """Return whether this process has scaled a loss with a `GradScaler`."""
-    every = survey.of(GradScaler)
-    return any(getattr(scaler, "_scale", None) is not None for scaler in every)
-
-
-def scale_anew(optimizers: Iterable[Optimizer], survey: Survey) -> None:
-    """Let scalers unscale the next gradients of these optimizers.
-
-    A scaler takes note that it has unscaled gradients, until its ``update()``. If
-    ``step()`` raises in between, it would not unscale those of the next backward.
-    """
-    for scaler in survey.of(GradScaler):
-        for optimizer in optimizers:
-            scaler._per_optimizer_states.pop(id(optimizer), None)
-
-
 def copy_optimizers(
-    optimizers: Mapping[str, Optimizer],
+    optimizers: Mapping[str, Sequence[Optimizer]],
     params: Mapping[str, torch.Tensor],
     group: ProcessGroup,
     root: int,
@@ -163,63 +155,150 @@ def copy_optimizers(
 
     Their learning rate schedulers come with them, as far as `by_path` finds them. All
     ranks must call this together. It returns the names of optimizers that hold values
-    which cannot be sent.
+    which cannot be sent, or whose groups are not those of this rank's.
 
     Args:
-        optimizers: Optimizers of ``torch.optim``, under the same keys on all ranks. The
-            settings of their groups are replaced.
+        optimizers: Optimizers of ``torch.optim``, under the same keys on all ranks.
+            Rank ``root`` has one under each. Where another rank has several, any of
+            them may be the one that it uses, so each gets the same. The settings of
+            their groups are replaced.
         params: Parameters by name. The optimizers' state of these is replaced.
         group: The group of all replicas.
         root: The rank whose state all others get.
         survey: Where schedulers are found.
     """
     tensors: list[torch.Tensor] = []
-    scheduled = find_schedulers(optimizers.values(), survey)
-    schedulers = {key: by_path(scheduled.get(o, ())) for key, o in optimizers.items()}
+    every = [each for alike in optimizers.values() for each in alike]
+    scheduled = find_schedulers(every, survey)
+    schedulers = {each: by_path(scheduled.get(each, ())) for each in every}
     plan = {
-        key: {
-            "state": {n: _plain(o.state.get(p), tensors) for n, p in params.items()},
-            "settings": [_plain(each, tensors) for each in _settings(o)],
-            "schedulers": {
-                path: _plain(state_of(each), tensors)
-                for path, each in schedulers[key].items()
-            },
-        }
-        for key, o in sorted(optimizers.items())
+        key: _plan_of(alike[0], params, schedulers[alike[0]], tensors)
+        for key, alike in sorted(optimizers.items())
     }
-    device = exchange_device(group, next(iter(params.values())).device)
+    some = next(iter(params.values()))
+    device = exchange_device(group, some.device)
     mine = json.dumps(plan).encode() if group.rank() == root else b""
     plan = json.loads(gather_bytes(mine, group, device)[root])
-    if group.rank() != root:
-        tensors = []
-    opaque = set()
-    first = next(iter(params.values()))
-    for key, optimizer in sorted(optimizers.items()):
-        whole, is_root = plan[key], group.rank() == root
-        if _is_opaque(whole):
-            opaque.add(type(optimizer).__name__)
-        if is_root:
-            continue
-        for name, param in params.items():
-            old = optimizer.state.get(param)
-            new = _made(whole["state"][name], old, param, tensors)
-            if new is None:
-                optimizer.state.pop(param, None)
-            else:
-                optimizer.state[param] = new
-        for mine_of, sent in zip(
-            optimizer.param_groups, whole["settings"], strict=True
-        ):
-            first = next(iter(mine_of["params"]), first)
-            mine_of.update(_made(sent, dict(mine_of), first, tensors))
-        for path, sent in whole["schedulers"].items():
-            scheduler = schedulers[key].get(path)
-            old = {} if scheduler is None else state_of(scheduler)
-            new = _made(sent, old, first, tensors)
-            if scheduler is not None:
-                set_state(scheduler, new)
+    names = {key: type(alike[0]).__name__ for key, alike in optimizers.items()}
+    lost = {names[key] for key, whole in plan.items() if _is_opaque(whole)}
+    if group.rank() == root:
+        broadcast_coalesced(tensors, group, root)
+        return sorted(lost)
+    received = [
+        _Received(sent, optimizers[key], params, schedulers, names[key])
+        for key, sent in sorted(plan.items())
+    ]
+    tensors = [each for one in received for each in one.tensors]
     broadcast_coalesced(tensors, group, root)
-    return sorted(opaque)
+    for one in received:
+        one.finish()
+    return sorted(lost.union(one.name for one in received if one.is_incomplete))
+
+
+def _plan_of(
+    optimizer: Optimizer,
+    params: Mapping[str, torch.Tensor],
+    schedulers: Mapping[str, LRScheduler],
+    tensors: list[torch.Tensor],
+) -> dict[str, Any]:
+    """Return an optimizer as plain data; its tensors are appended to ``tensors``."""
+    return {
+        "state": {
+            n: _plain(optimizer.state.get(p), tensors) for n, p in params.items()
+        },
+        "groups": [
+            {"names": group.names, "settings": _plain(group.settings, tensors)}
+            for group in _groups_of(optimizer, params)
+        ],
+        "schedulers": {
+            path: _plain(state_of(each), tensors) for path, each in schedulers.items()
+        },
+    }
+
+
+class _Received:
+    """What a rank gets for its optimizers of one key, which are all alike.
+
+    The constructor writes everything to the first of them, and leaves in ``tensors``,
+    in the order of the sender, what is still to be filled. Then `finish` copies from
+    there what is needed more than once.
+    """
+
+    def __init__(
+        self,
+        sent: Mapping[str, Any],
+        alike: Sequence[Optimizer],
+        params: Mapping[str, torch.Tensor],
+        schedulers: Mapping[Optimizer, Mapping[str, LRScheduler]],
+        name: str,
+    ) -> None:
+        self.name, self.is_incomplete = name, False
+        self.tensors: list[torch.Tensor] = []
+        self._alike, self._schedulers = alike, schedulers
+        self._params = params
+        first, *_ = alike
+        some = next(iter(params.values()))
+        self._state: dict[torch.Tensor, Any] = {}
+        for param_name, param in params.items():
+            old = first.state.get(param)
+            plain = sent["state"][param_name]
+            self._state[param] = _made(plain, old, param, self.tensors)
+        own = _groups_of(first, params)
+        self._groups: list[tuple[list[str], dict[str, Any]]] = []
+        for place, group in enumerate(sent["groups"]):
+            fitting = [each for each in own if {*each.names} & {*group["names"]}]
+            here = own[place : place + 1]
+            if here and here[0].names == group["names"]:
+                fitting = here
+            old = fitting[0].settings if fitting else {}
+            made = _made(group["settings"], old, some, self.tensors)
+            self._groups.append((group["names"], made))
+        self._progress: dict[str, Any] = {}
+        for path, plain in sent["schedulers"].items():
+            mine = schedulers[first].get(path)
+            old = {} if mine is None else state_of(mine)
+            self._progress[path] = _made(plain, old, some, self.tensors)
+
+    def finish(self) -> None:
+        """Write what was received to the optimizers and to their schedulers."""
+        for number, optimizer in enumerate(self._alike):
+            # What was made is handed out once. Others get copies.
+            of_own = copy.deepcopy if number else _itself
+            for param, made in self._state.items():
+                if made is None:
+                    optimizer.state.pop(param, None)
+                else:
+                    optimizer.state[param] = of_own(made)
+            self._set_groups(optimizer, of_own)
+            for path, scheduler in self._schedulers[optimizer].items():
+                if path in self._progress:
+                    set_state(scheduler, of_own(self._progress[path]))
+
+    def _set_groups(
+        self, optimizer: Optimizer, of_own: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        """Give each group the settings that its parameters have on the sender.
+
+        A group without parameters of ours gets those of the group at its place.
+        """
+        is_used: set[int] = set()
+        for place, group in enumerate(_groups_of(optimizer, self._params)):
+            names = {*group.names}
+            here = self._groups[place : place + 1]
+            fitting = [made for made in self._groups if names & {*made[0]}]
+            if here and {*here[0][0]} == names:
+                fitting = here
+            if not fitting:
+                continue
+            number = self._groups.index(fitting[0])
+            made = fitting[0][1]
+            self.is_incomplete |= any(_text(each) != _text(made) for _, each in fitting)
+            group.update(copy.deepcopy(made) if number in is_used else of_own(made))
+            is_used.add(number)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _held(optimizer: Optimizer) -> set[int]:
@@ -228,11 +307,26 @@ def _held(optimizer: Optimizer) -> set[int]:
     return {id(param) for group in groups for param in group["params"]}
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+class _Group(NamedTuple):
+    """A group of an optimizer, without what differs between equal replicas."""
+
+    names: list[str]  # of the parameters that are averaged, sorted
+    settings: dict[str, Any]
+    update: Callable[[dict[str, Any]], None]
+
+
+def _groups_of(
+    optimizer: Optimizer, params: Mapping[str, torch.Tensor]
+) -> list[_Group]:
     # A learning rate scheduler adds `initial_lr`, and not all ranks have made one.
     left_out = ("params", "initial_lr", "param_names")
+    names = {id(param): name for name, param in params.items()}
     return [
-        {name: value for name, value in group.items() if name not in left_out}
+        _Group(
+            sorted(names[id(each)] for each in group["params"] if id(each) in names),
+            {name: value for name, value in group.items() if name not in left_out},
+            group.update,
+        )
         for group in optimizer.param_groups
     ]
 

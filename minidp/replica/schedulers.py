@@ -15,8 +15,9 @@ are.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -32,7 +33,6 @@ _CHANGING = frozenset(
     {
         "last_epoch",
         "_step_count",
-        "_last_lr",
         "best",  # these three: ReduceLROnPlateau
         "num_bad_epochs",
         "cooldown_counter",
@@ -56,7 +56,7 @@ def find_schedulers(
     return dict(found)
 
 
-def progress_of(schedulers: Iterable[LRScheduler]) -> dict[str, list[int]]:
+def progress_of(schedulers: Iterable[object]) -> dict[str, list[int]]:
     """Return how far schedulers are (``last_epoch``), sorted, by path of the class."""
     progress: dict[str, list[int]] = defaultdict(list)
     for scheduler in schedulers:
@@ -64,7 +64,7 @@ def progress_of(schedulers: Iterable[LRScheduler]) -> dict[str, list[int]]:
     return {path: sorted(each) for path, each in sorted(progress.items())}
 
 
-def _progress(scheduler: LRScheduler) -> int:
+def _progress(scheduler: object) -> int:
     """Return ``last_epoch``, or whatever else a class that does not have it counts."""
     state = vars(scheduler)
     if "last_epoch" in state:
@@ -95,13 +95,13 @@ def by_path(schedulers: Iterable[LRScheduler]) -> dict[str, LRScheduler]:
     return {path: each[0] for path, each in sorted(known.items()) if len(each) == 1}
 
 
-def are_apart(progress: Sequence[list[int]]) -> bool:
-    """Return whether schedulers of a class are at different epochs on some ranks.
+def are_apart(of_ranks: Iterable[Iterable[Hashable]]) -> bool:
+    """Return whether objects of a kind are at different points on some ranks.
 
     One more on some rank proves nothing, because Python may not have freed an old one
-    there. So the epochs of a rank with fewer must be among those of a rank with more.
+    there. So the points of a rank with fewer must be among those of a rank with more.
     """
-    ranks = sorted(map(Counter, progress), key=Counter.total)
+    ranks = sorted(map(Counter, of_ranks), key=Counter.total)
     return any(not less <= more for less, more in pairwise(ranks))
 
 
@@ -116,9 +116,16 @@ def state_of(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def set_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Set what `state_of` has returned."""
+    """Set what `state_of` has returned.
+
+    The optimizer must have the learning rates that belong to it, which a scheduler
+    remembers in the order of the groups.
+    """
     own = {name: value for name, value in state.items() if name != _LAMBDAS}
     vars(scheduler).update(own)
+    if "_last_lr" in vars(scheduler):
+        rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+        scheduler._last_lr = copy.deepcopy(rates)
     counting = _counting(scheduler), state.get(_LAMBDAS, [])
     for each, values in zip(*counting, strict=False):
         vars(each).update(values)
@@ -133,5 +140,5 @@ def _counting(scheduler: LRScheduler) -> list[Any]:
     ]
 
 
-def _path_of(scheduler: LRScheduler) -> str:
+def _path_of(scheduler: object) -> str:
     return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"

@@ -18,6 +18,7 @@ from minidp.comm import ProcessGroup, exchange_device, gather_bytes
 from minidp.errors import shortened
 
 from .optimizers import OptimizerFacts
+from .scalers import Scale, can_copy_scales
 from .schedulers import are_apart, can_copy_scheduler
 
 _SHOWN = 3  # names of one kind that a text shows
@@ -29,7 +30,9 @@ class Standing(NamedTuple):
     parameters: Mapping[str, int]  # those that are averaged
     frozen: Mapping[str, int]
     buffers: Mapping[str, int]  # those that no forward broadcasts
-    optimizers: Mapping[str, OptimizerFacts]  # by key, see `optimizers.by_key`
+    optimizers: Mapping[str, list[OptimizerFacts]]  # by key, see `optimizers.by_key`
+    scales: list[Scale]  # of losses, see `scalers.scales_of`
+    hook: Mapping[str, int]  # what the comm hook's state counts, see `CommHook.counts`
 
     def to_bytes(self) -> bytes:
         """Return the same as JSON. Equal standings give equal bytes."""
@@ -38,9 +41,13 @@ class Standing(NamedTuple):
 
 def from_bytes(text: bytes) -> Standing:
     """Return what `Standing.to_bytes` wrote."""
-    parameters, frozen, buffers, optimizers = json.loads(text)
-    facts = {key: OptimizerFacts(*each) for key, each in optimizers.items()}
-    return Standing(parameters, frozen, buffers, facts)
+    found = Standing(*json.loads(text))
+    facts = {
+        key: [OptimizerFacts(*each) for each in alike]
+        for key, alike in found.optimizers.items()
+    }
+    scales = [(scale, steps) for scale, steps in found.scales]
+    return found._replace(optimizers=facts, scales=scales)
 
 
 def exchange(
@@ -51,6 +58,15 @@ def exchange(
     return [from_bytes(each) for each in texts]
 
 
+class Shared(NamedTuple):
+    """An optimizer that all ranks have."""
+
+    key: str  # see `optimizers.by_key`
+    # Its place among those of this key, or None if ranks have unequally many of them,
+    # and it can be any.
+    place: int | None
+
+
 class Differences(NamedTuple):
     """What differs between ranks: sentences for people, and facts to act upon."""
 
@@ -58,7 +74,7 @@ class Differences(NamedTuple):
     names: list[str]  # of parameters that differ, frozen ones last
     parameters: list[str]
     steps: str  # how many optimizer steps each rank made, if not equally many
-    shared: list[str]  # keys of optimizers that all ranks have
+    shared: list[Shared]
     left: list[str]  # names of optimizers and schedulers that cannot be copied
 
 
@@ -71,17 +87,19 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     for kind, found in (("parameters", parameters), ("frozen parameters", frozen)):
         if found:
             texts.append(f"{kind} {shortened([*found], _SHOWN)} on {_odd_ranks(found)}")
-    every = [s.optimizers for s in standings]
-    shared = [k for k in every[0] if all(k in each for each in every)]
-    of_optimizers = [
-        _compare_optimizer([each[key] for each in every]) for key in shared
-    ]
+    shared, of_optimizers, left = _compare_optimizers([s.optimizers for s in standings])
     texts += [text for each in of_optimizers for text in each.texts]
+    scales = [s.scales for s in standings]
+    if are_apart(scales):
+        said = [" and ".join(f"{s:g}, right for {n}" for s, n in row) for row in scales]
+        texts.append(f"scale of GradScaler ({_on_ranks([s or 'none' for s in said])})")
+        left += [] if can_copy_scales(scales) else ["a GradScaler"]
+    for name, row in _differing([s.hook for s in standings]).items():
+        texts.append(f"{name} of the comm hook's state ({_on_ranks(row)})")
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
-    is_whole = all(each.is_whole for facts in every for each in facts.values())
-    if missed and (texts or not is_whole):
+    if missed and (texts or any(each.may_hide for each in of_optimizers)):
         texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.
@@ -89,14 +107,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
         texts.append(
             f"module buffers {shortened([*buffers], _SHOWN)} on {_odd_ranks(buffers)}"
         )
-    return Differences(
-        texts,
-        [*parameters, *frozen],
-        [*parameters],
-        missed,
-        shared,
-        sorted({name for each in of_optimizers for name in each.left}),
-    )
+    left += [name for each in of_optimizers for name in each.left]
+    names = [*parameters, *frozen]
+    return Differences(texts, names, [*parameters], missed, shared, sorted(set(left)))
 
 
 class _OfOptimizer(NamedTuple):
@@ -105,6 +118,37 @@ class _OfOptimizer(NamedTuple):
     texts: list[str]
     steps: str  # how many it made on each rank, if not equally many
     left: list[str]  # names of classes, its own or schedulers', which cannot be copied
+    may_hide: bool  # its next step may depend on what nobody can compare
+
+
+_Alike = Sequence[OptimizerFacts]  # a rank's optimizers of one key
+
+
+def _compare_optimizers(
+    of_ranks: Sequence[Mapping[str, _Alike]],
+) -> tuple[list[Shared], list[_OfOptimizer], list[str]]:
+    """Return what all ranks have, how that differs, and what only some of them have.
+
+    The last are names of classes, without those whose parameters are all in optimizers
+    that every rank has: these are old ones, which Python has not freed yet.
+    """
+    shared, found = [], []
+    covered: set[str] = set()  # names of parameters
+    only_some: list[OptimizerFacts] = []
+    for key in dict.fromkeys(key for each in of_ranks for key in each):
+        alike = [each.get(key, []) for each in of_ranks]
+        if not all(alike):
+            only_some += [facts for each in alike for facts in each]
+            continue
+        covered.update(alike[0][0].settings)
+        if len({*map(len, alike)}) == 1:
+            shared += [Shared(key, place) for place in range(len(alike[0]))]
+            found += [_compare_optimizer(facts) for facts in zip(*alike, strict=True)]
+        else:
+            shared.append(Shared(key, None))
+            found.append(_compare_alike(alike))
+    left = [facts.name for facts in only_some if not covered.issuperset(facts.settings)]
+    return shared, found, left
 
 
 def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
@@ -115,7 +159,7 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
         missed = f"{name}: {_on_ranks(steps)}"
     if not is_known and any(each.has_state for each in facts):
         left.append(name)
-    if own := _differing([{"": each.settings} for each in facts]):
+    if own := _differing([each.settings for each in facts]):
         texts.append(f"settings of {name} (learning rate ...) on {_odd_ranks(own)}")
     if state := _differing([each.state for each in facts]):
         texts.append(
@@ -128,7 +172,35 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
         if are_apart(progress):
             epochs = [" and ".join(map(str, each)) or "none" for each in progress]
             texts.append(f"last_epoch of {scheduler} ({_on_ranks(epochs)})")
-    return _OfOptimizer(texts, missed, left)
+    others = _differing([each.steppers for each in facts])
+    may_hide = bool(others) or not all(each.is_whole for each in facts)
+    return _OfOptimizer(texts, missed, left, may_hide)
+
+
+def _compare_alike(of_ranks: Sequence[_Alike]) -> _OfOptimizer:
+    """Compare optimizers of one key, of which ranks have unequally many.
+
+    Some may be old ones, which Python has not freed yet. So a rank with fewer must have
+    among its own nothing that a rank with more has not.
+    """
+    name, texts, missed = of_ranks[0][0].name, [], ""
+    steps = [sorted(facts.steps for facts in alike) for alike in of_ranks]
+    if are_apart(steps):
+        said = [" and ".join(map(str, each)) for each in steps]
+        missed = f"{name}: {_on_ranks(said)}"
+    if are_apart([_points_of(alike) for alike in of_ranks]):
+        numbers = _on_ranks([len(alike) for alike in of_ranks])
+        texts.append(f"state of {name} (objects of the class: {numbers})")
+    may_hide = not all(facts.is_whole for alike in of_ranks for facts in alike)
+    return _OfOptimizer(texts, missed, [], may_hide)
+
+
+def _points_of(alike: _Alike) -> list[str]:
+    """Return what must be the same on all ranks of each optimizer, as text."""
+    return [
+        json.dumps([facts.settings, facts.state, facts.schedulers], sort_keys=True)
+        for facts in alike
+    ]
 
 
 def _on_ranks(values: Sequence[object]) -> str:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minidp import DataParallel, attach
@@ -117,10 +118,14 @@ class Lookahead(torch.optim.SGD):
     """What its next step depends on is in an attribute that no checkpoint has."""
 
 
-def scale_a_loss(optimizer):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    return scaler
+class Warmup:
+    """A scheduler of no class that anybody knows, which counts its steps."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
 
 
 HIDES = {
@@ -128,7 +133,7 @@ HIDES = {
         optimizer, "__class__", Lookahead
     ),
     "a hook": lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None),
-    "a scaler": scale_a_loss,
+    "a scheduler": Warmup,
 }
 
 
@@ -143,6 +148,13 @@ def test_unequal_steps_are_named_where_a_state_may_be_hidden(ctx):
         saved = copy.deepcopy(ddp.state_dict())
         missed(ctx, ddp, optimizer)
         ddp.load_state_dict(saved)
+        if isinstance(hidden, Warmup):
+            hidden.step()  # as often on all ranks: then it is equal, too
+            assert not told(ddp.reset)
+            missed(ctx, ddp, optimizer)
+            ddp.load_state_dict(saved)
+            if ctx.rank == 0:
+                hidden.step()
         (text,) = told(ddp.reset)
         assert ctx.rank or "numbers of optimizer steps" in text
         del hidden, optimizer, ddp
@@ -297,9 +309,9 @@ def test_what_is_frozen_is_found(ctx):
     (text,) = told(ddp.reset)
     assert ctx.rank or "last_epoch of StepLR (1 on rank 0, 0 on rank 1)" in text
     missed(ctx, ddp, optimizer)
-    (left,) = told(lambda: ddp.reset(copy_from=0))
-    assert "cannot copy the state of a GradScaler." in left
-    return scheduler.last_epoch
+    scaler.update(8.0 + ctx.rank)
+    assert not told(lambda: ddp.reset(copy_from=0))
+    return scheduler.last_epoch, scaler.get_scale()
 
 
 @on_ranks(2)
@@ -343,6 +355,152 @@ def test_an_optimizer_with_an_empty_group_is_copied(ctx):
     return state_of(ddp, optimizer)
 
 
+# How an optimizer's groups are made on a rank, of parameters that all ranks have, some
+# with another learning rate, and of this rank's own.
+def rotated(rank, first, last, own):
+    return [{"params": [*last, *first][:: 1 - 2 * rank]}]
+
+
+def one_by_one(rank, first, last, own):
+    fast = [{"params": [each], "lr": 0.3} for each in last]
+    slow = [{"params": [each]} for each in first]
+    return [*fast, *slow] if rank else [*slow, *fast]
+
+
+def with_own_at_last(rank, first, last, own):
+    return [{"params": [*first, *last, *own]}]
+
+
+def with_own_at_first(rank, first, last, own):
+    fast = {"params": last, "lr": 0.3}
+    groups = [{"params": own, "lr": 0.5 + rank}, {"params": first}, fast]
+    return groups[:: 1 - 2 * rank]
+
+
+GROUPINGS = [rotated, one_by_one, with_own_at_last, with_own_at_first]
+
+
+def rates_of(optimizer, ddp):
+    groups = optimizer.param_groups
+    rates = {id(param): group["lr"] for group in groups for param in group["params"]}
+    return [rates[id(param)] for param in ddp.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("root", [0, 1])
+def test_an_optimizer_is_known_by_its_parameters(ctx, grouping, root):
+    """Their order, groups, and parameters of a rank's own do not matter."""
+    ddp = wrapped(ctx, made())
+    *first, weight, bias = ddp.parameters()
+    own = [nn.Parameter(torch.ones(3)) for _ in range(1 + ctx.rank)]
+    groups = grouping(ctx.rank, first, [weight, bias], own)
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    (scheduler,) = halved(optimizer)
+    before = rates_of(optimizer, ddp)
+    for number in range(3):
+        step(ctx, ddp, optimizer, number, raises=number == 2 and ctx.rank == 1)
+        if ctx.rank == 0:  # so that the rate has fallen
+            scheduler.step()
+    (text,) = told(ddp.reset)
+    assert ctx.rank or "state of SGD for" in text
+    assert ctx.rank or "last_epoch of StepLR (3 on rank 0, 0 on rank 1)" in text
+    assert not told(lambda: ddp.reset(copy_from=root))
+    assert not told(ddp.reset)
+    factor = 1.0 if root else 0.5
+    assert rates_of(optimizer, ddp) == [rate * factor for rate in before]
+    for number in range(4):
+        step(ctx, ddp, optimizer, number)
+        scheduler.step()
+    assert scheduler.get_last_lr() == [g["lr"] for g in optimizer.param_groups]
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in ddp.parameters()]
+    return state_of(ddp)[0], copy.deepcopy(momenta), scheduler.last_epoch
+
+
+@on_ranks(2)
+def test_one_group_cannot_have_the_settings_of_two(ctx):
+    ddp = wrapped(ctx, made())
+    first, *rest = ddp.parameters()
+    groups = [{"params": [first], "lr": 0.2}, {"params": rest}]
+    optimizer = torch.optim.SGD([first, *rest] if ctx.rank else groups, lr=0.1)
+    missed(ctx, ddp, optimizer, steps=1)
+    left = told(lambda: ddp.reset(copy_from=0))
+    assert len(left) == ctx.rank
+    assert all("cannot copy the state of SGD" in text for text in left)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank_with_old", [0, 1])
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_an_old_optimizer_is_alive_on_one_rank(ctx, rank_with_old, root, has_stepped):
+    """Another one of its class has taken its place, perhaps just before the error."""
+    ddp = wrapped(ctx, made())
+    old = OPTIMIZERS["momentum"](ddp.parameters())
+    step(ctx, ddp, old)
+    optimizer = OPTIMIZERS["momentum"](ddp.parameters())
+    if ctx.rank != rank_with_old:
+        del old
+        gc.collect()
+    if has_stepped:
+        step(ctx, ddp, optimizer, 1)
+    step(ctx, ddp, optimizer, 2, raises=ctx.rank == 1)
+    (text,) = told(ddp.reset)
+    assert ctx.rank or "different parameters" in text
+    left = told(lambda: ddp.reset(copy_from=root))
+    if root == rank_with_old:  # which of the two does it use?
+        assert "cannot copy the state of SGD." in left[0]
+        return []
+    assert not left
+    step(ctx, ddp, optimizer, 3)
+    assert not told(lambda: step(ctx, ddp, optimizer, 4))
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in ddp.parameters()]
+    return state_of(ddp)[0], copy.deepcopy(momenta)
+
+
+@on_ranks(2)
+def test_what_only_one_rank_has_is_named_if_nothing_else_holds_its_parameters(ctx):
+    ddp = wrapped(ctx, made())
+    kind = torch.optim.AdamW if ctx.rank else torch.optim.Adam
+    optimizer = kind(ddp.parameters(), lr=0.0)
+    missed(ctx, ddp, optimizer)
+    with torch.no_grad():
+        next(ddp.parameters()).add_(ctx.rank)
+    (text,) = told(lambda: ddp.reset(copy_from=0))
+    assert "cannot copy the state of Adam and the state of AdamW" in text
+
+
+@on_ranks(2)
+def test_what_only_one_rank_has_beside_the_others_optimizer_is_no_news(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["momentum"](ddp.parameters())
+    old = torch.optim.SGD(list(ddp.parameters())[:1]) if ctx.rank else None
+    missed(ctx, ddp, optimizer)
+    assert not told(lambda: ddp.reset(copy_from=0))
+    del old
+
+
+@on_ranks(2)
+def test_what_a_hook_of_torch_counts_is_compared_and_copied(ctx):
+    """Else some ranks would send a bucket in one way, and some in another."""
+    ddp = wrapped(ctx, made())
+    state = powerSGD_hook.PowerSGDState(ctx.group, start_powerSGD_iter=4)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+    state.iter += ctx.rank
+    ddp._reducer.communicator.has_failed = True  # so that reset() renews the group
+    (text,) = told(ddp.reset)
+    told_of = f"iter of the comm hook's state ({state.iter} on rank 0, "
+    assert ctx.rank or told_of in text
+    assert state.process_group is ddp.process_group is not ctx.group
+    assert not told(lambda: ddp.reset(copy_from=1))
+    for number in range(6):
+        step(ctx, ddp, optimizer, number)
+    return state.iter, state_of(ddp)[0]
+
+
 @on_ranks(2)
 def test_a_scheduler_that_is_behind_is_named_beside_an_old_one(ctx):
     """Rank 1 still has an old scheduler, so that the numbers of them differ."""
@@ -374,15 +532,43 @@ def test_a_rank_with_another_number_of_schedulers_is_no_news(ctx):
 
 
 @on_ranks(2)
-def test_a_gradient_scaler_is_named(ctx):
-    """Its scale grows with the number of steps, and then differs between the ranks."""
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_loss_scale_is_compared_and_copied(ctx, overflows):
+    """After a step with infinite gradients it shrinks, and nothing else changes."""
+    ddp = wrapped(ctx, made())
+    optimizer, scaler = OPTIMIZERS["sgd"](ddp.parameters()), torch.amp.GradScaler("cpu")
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = scaler.scale(ddp(torch.ones(3, 4)).square().mean())
+        (loss * float("inf") if overflows and number else loss).backward()
+        if not overflows:  # only its growth is missed: it will come later
+            scaler.step(optimizer)
+        if ctx.rank and number:
+            break
+        if overflows:
+            scaler.step(optimizer)
+        scaler.update()
+    (text,) = told(ddp.reset)
+    said = "32768, right for 0 on rank 0, 65536, right for 1 on rank 1"
+    if not overflows:
+        said = "65536, right for 2 on rank 0, 65536, right for 1 on rank 1"
+    assert ctx.rank or f"scale of GradScaler ({said})" in text
+    assert not told(lambda: ddp.reset(copy_from=1))
+    assert scaler.get_scale() == 65536.0
+    assert not told(ddp.reset)
+    return scaler.state_dict()
+
+
+@on_ranks(2)
+def test_of_several_scalers_nobody_knows_which_is_which(ctx):
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    scalers = [torch.amp.GradScaler("cpu") for _ in range(2)]
+    for scaler in scalers:
+        scaler.scale(torch.ones(()))
     missed(ctx, ddp, optimizer)
     assert not told(lambda: ddp.reset(copy_from=0))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    missed(ctx, ddp, optimizer)
+    scalers[0].update(8.0 + ctx.rank)
     (text,) = told(lambda: ddp.reset(copy_from=0))
     assert "cannot copy the state of a GradScaler." in text
 

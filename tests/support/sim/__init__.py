@@ -97,7 +97,7 @@ def races() -> list[str]:
 def allocated(device: int = 0) -> int:
     """Return how many bytes of a device's memory are allocated now."""
     in_use, _, _ = load().memory(device)
-    return in_use
+    return int(in_use)
 
 
 def delay(microseconds: int, seed: int) -> None:
