@@ -178,11 +178,12 @@ def _stand(
     held: Mapping[str, Sequence[Optimizer]],
     survey: Survey,
     *,
-    asks_for_steppers: bool = False,
+    is_exchanged: bool = False,
 ) -> standing.Standing:
     """Return where this rank stands, with the state of the ``held`` optimizers.
 
-    What steps these is told only if asked for, because the search takes long.
+    If it is exchanged, it also tells what steps these, for which the search takes long,
+    and when they last stepped.
     """
     reducer, replication = ddp._reducer, ddp._replication
     params, frozen = reducer.named, replication.others(ddp.module)
@@ -199,7 +200,8 @@ def _stand(
             steps.get(optimizer, 0),
             params,
             schedulers.get(optimizer, ()),
-            survey.steppers_of(optimizer) if asks_for_steppers else (),
+            survey.steppers_of(optimizer) if is_exchanged else (),
+            ddp._guard.last_step_of(optimizer) if is_exchanged else (),
         )
 
     facts = {key: [*map(facts_of, alike)] for key, alike in sorted(held.items())}
@@ -225,7 +227,7 @@ def _compare(ddp: DataParallel, survey: Survey) -> _Comparison:
         [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
     )
     held = optimizers.by_key(known, params)
-    mine = _stand(ddp, held, survey, asks_for_steppers=True)
+    mine = _stand(ddp, held, survey, is_exchanged=True)
     standings = standing.exchange(mine, ddp.process_group, ddp.device)
     return _Comparison(standing.find_differences(standings), standings, held)
 
@@ -247,10 +249,11 @@ def _copy_optimizers(
             continue
         if place is not None:
             copied[f"{key}/{place}"] = [alike[place]]
-        elif len(sender.optimizers[key]) == 1:
-            copied[key] = alike
-        else:  # nobody knows which of them rank `root` uses
+        elif (used := standing.in_use(sender.optimizers[key])) is None:
             left.add(type(alike[0]).__name__)
+        else:  # which one another rank uses may not be known, so that each gets it
+            is_root = reducer.rank == root
+            copied[key] = [alike[used]] if is_root else alike
     left |= {
         *optimizers.copy_optimizers(copied, params, ddp.process_group, root, survey)
     }

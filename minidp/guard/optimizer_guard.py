@@ -730,6 +730,13 @@ class Guard:
         known = [*self._at_step, *self._in_backward]
         return {o: self._num_steps.get(o, 0) for o in known if self._holds_ours(o)}
 
+    def last_step_of(self, optimizer: Optimizer) -> list[int]:
+        """Return numbers that say when an optimizer last stepped, or [] if never.
+
+        Later steps in another backward have greater ones.
+        """
+        return [*self._at_step.get(optimizer, ())]
+
     def forget_steps(self) -> None:
         """Count optimizer steps anew, after the ranks were compared or made equal."""
         self._num_steps.clear()

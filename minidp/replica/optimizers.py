@@ -37,6 +37,8 @@ from .digest import sum_of_bits
 from .objects import Survey
 from .schedulers import by_path, find_schedulers, progress_of, set_state, state_of
 
+# Attributes of an optimizer of torch, and those that a scheduler sets in it.
+_USUAL = {*vars(torch.optim.SGD([torch.zeros(1)])), "step", "_opt_called"}
 _OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
 
 
@@ -54,9 +56,12 @@ class OptimizerFacts(NamedTuple):
     schedulers: Mapping[str, list[int]]  # how far they are, see `progress_of`
     # What objects of other classes count that step it (`Survey.steppers_of`), likewise.
     steppers: Mapping[str, list[int]]
-    # Whether nothing else is known that its next step depends on: its class is of
-    # torch.optim, and no hook of the user runs in its step.
+    # The attributes of its own that an optimizer of another class has, as text.
+    attributes: str
+    # Whether nothing is known on which its next step depends and that cannot be
+    # compared: attributes of unknown kinds, or hooks of the user in its step.
     is_whole: bool
+    last_step: Sequence[int]  # when that was, in increasing order; empty: never
 
 
 def find_optimizers(params: Iterable[torch.Tensor], survey: Survey) -> list[Optimizer]:
@@ -101,6 +106,7 @@ def facts_of(
     params: Mapping[str, torch.Tensor],
     schedulers: Iterable[LRScheduler],
     steppers: Iterable[object] = (),
+    last_step: Sequence[int] = (),
 ) -> OptimizerFacts:
     """Describe an optimizer, as far as it concerns ``params``, which come by name."""
     is_known = can_copy_optimizer(optimizer)
@@ -114,6 +120,10 @@ def facts_of(
         text = _text(group.settings) if is_known else ""
         settings.update(dict.fromkeys(group.names, text))
     has_state = any(optimizer.state.get(param) for param in params.values())
+    attributes, has_opaque = "", False
+    if not is_known:
+        own = _own_attributes(optimizer)
+        attributes, has_opaque = _text(own), _is_opaque(_plain(own, []))
     return OptimizerFacts(
         type(optimizer).__name__,
         steps,
@@ -123,8 +133,16 @@ def facts_of(
         state,
         progress_of(schedulers),
         progress_of(steppers),
-        is_known and not _has_hooks(optimizer),
+        attributes,
+        not (has_opaque or _has_hooks(optimizer)),
+        last_step,
     )
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a class has beside what those of torch and schedulers set."""
+    own = vars(optimizer).items()
+    return {name: value for name, value in own if name not in _USUAL}
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:

@@ -99,7 +99,7 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
-    if missed and (texts or any(each.may_hide for each in of_optimizers)):
+    if missed and (texts or any(each.doubts for each in of_optimizers)):
         texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.
@@ -108,6 +108,7 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
             f"module buffers {shortened([*buffers], _SHOWN)} on {_odd_ranks(buffers)}"
         )
     left += [name for each in of_optimizers for name in each.left]
+    left += [name for each in of_optimizers if each.steps for name in each.doubts]
     names = [*parameters, *frozen]
     return Differences(texts, names, [*parameters], missed, shared, sorted(set(left)))
 
@@ -118,7 +119,8 @@ class _OfOptimizer(NamedTuple):
     texts: list[str]
     steps: str  # how many it made on each rank, if not equally many
     left: list[str]  # names of classes, its own or schedulers', which cannot be copied
-    may_hide: bool  # its next step may depend on what nobody can compare
+    # Its next step may depend on what is not known to be equal, or names of that.
+    doubts: list[str]
 
 
 _Alike = Sequence[OptimizerFacts]  # a rank's optimizers of one key
@@ -166,15 +168,25 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
             f"state of {name} for {shortened([*state], _SHOWN)} on {_odd_ranks(state)}"
         )
     for path, row in _differing([each.schedulers for each in facts]).items():
-        progress, scheduler = [each or [] for each in row], path.rpartition(".")[2]
+        progress, scheduler = [each or [] for each in row], _class_of(path)
         if not (is_known and can_copy_scheduler(path, progress)):
             left.append(scheduler)
         if are_apart(progress):
             epochs = [" and ".join(map(str, each)) or "none" for each in progress]
             texts.append(f"last_epoch of {scheduler} ({_on_ranks(epochs)})")
     others = _differing([each.steppers for each in facts])
-    may_hide = bool(others) or not all(each.is_whole for each in facts)
-    return _OfOptimizer(texts, missed, left, may_hide)
+    return _OfOptimizer(texts, missed, left, [*map(_class_of, others), *_doubts(facts)])
+
+
+def _doubts(facts: Sequence[OptimizerFacts]) -> list[str]:
+    """Return the name of an optimizer that may hold what nobody can compare."""
+    is_sure = all(each.is_whole for each in facts)
+    are_equal = len({each.attributes for each in facts}) == 1
+    return [] if is_sure and are_equal else [facts[0].name]
+
+
+def _class_of(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _compare_alike(of_ranks: Sequence[_Alike]) -> _OfOptimizer:
@@ -191,8 +203,20 @@ def _compare_alike(of_ranks: Sequence[_Alike]) -> _OfOptimizer:
     if are_apart([_points_of(alike) for alike in of_ranks]):
         numbers = _on_ranks([len(alike) for alike in of_ranks])
         texts.append(f"state of {name} (objects of the class: {numbers})")
-    may_hide = not all(facts.is_whole for alike in of_ranks for facts in alike)
-    return _OfOptimizer(texts, missed, [], may_hide)
+    every = [facts for alike in of_ranks for facts in alike]
+    return _OfOptimizer(texts, missed, [], _doubts(every))
+
+
+def in_use(alike: _Alike) -> int | None:
+    """Return which of a rank's optimizers of one key it uses, or None if unknown.
+
+    Others may be old ones, which Python has not freed yet. The one that is used has
+    stepped last, if all of them have stepped. If one has not, it may be a new one.
+    """
+    if len(alike) == 1:
+        return 0
+    last = [[*facts.last_step] for facts in alike]
+    return last.index(max(last)) if all(last) and last.count(max(last)) == 1 else None
 
 
 def _points_of(alike: _Alike) -> list[str]:
