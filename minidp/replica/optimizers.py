@@ -58,9 +58,9 @@ class OptimizerFacts(NamedTuple):
     steppers: Mapping[str, list[int]]
     # The attributes of its own that an optimizer of another class has, as text.
     attributes: str
-    # Whether nothing is known on which its next step depends and that cannot be
-    # compared: attributes of unknown kinds, or hooks of the user in its step.
-    is_whole: bool
+    # Names of what its next step may depend on and cannot be compared: the class, if it
+    # has attributes of unknown kinds, or hooks of the user in its step.
+    hidden: Sequence[str]
     last_step: Sequence[int]  # when that was, in increasing order; empty: never
 
 
@@ -120,12 +120,15 @@ def facts_of(
         text = _text(group.settings) if is_known else ""
         settings.update(dict.fromkeys(group.names, text))
     has_state = any(optimizer.state.get(param) for param in params.values())
-    attributes, has_opaque = "", False
+    name, attributes, hidden = type(optimizer).__name__, "", []
     if not is_known:
         own = _own_attributes(optimizer)
-        attributes, has_opaque = _text(own), _is_opaque(_plain(own, []))
+        attributes = _text(own)
+        hidden += [name] if _is_opaque(_plain(own, [])) else []
+    if _has_hooks(optimizer):
+        hidden.append(f"hooks in the step of {name}")
     return OptimizerFacts(
-        type(optimizer).__name__,
+        name,
         steps,
         is_known,
         has_state,
@@ -134,7 +137,7 @@ def facts_of(
         progress_of(schedulers),
         progress_of(steppers),
         attributes,
-        not (has_opaque or _has_hooks(optimizer)),
+        hidden,
         last_step,
     )
 

@@ -179,10 +179,10 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
 
 
 def _doubts(facts: Sequence[OptimizerFacts]) -> list[str]:
-    """Return the name of an optimizer that may hold what nobody can compare."""
-    is_sure = all(each.is_whole for each in facts)
+    """Return names of what an optimizer's next step may depend on, if not equal."""
     are_equal = len({each.attributes for each in facts}) == 1
-    return [] if is_sure and are_equal else [facts[0].name]
+    unknown = [name for each in facts for name in each.hidden]
+    return unknown if are_equal else [facts[0].name, *unknown]
 
 
 def _class_of(path: str) -> str:

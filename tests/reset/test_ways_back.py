@@ -172,7 +172,12 @@ def warmed(params, **options):
 
 
 # A kind of optimizer, and what reset(copy_from=) says of it.
-HIDES = {Lookahead: "Lookahead", Silent: "Silent", hooked: "SGD", warmed: "Warmup"}
+HIDES = {
+    Lookahead: "Lookahead",
+    Silent: "Silent",
+    hooked: "hooks in the step of SGD",
+    warmed: "Warmup",
+}
 
 
 @on_ranks(2, fresh={})
