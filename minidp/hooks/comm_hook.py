@@ -22,7 +22,7 @@ from .grad_bucket import GradBucket
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-_KNOWN = ("torch.distributed.algorithms.", "minidp.")  # modules with known states
+_TORCHS_HOOKS = "torch.distributed.algorithms."  # modules with known states
 _GROUP_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 
 
@@ -63,15 +63,15 @@ class CommHook:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What a state of torch's or of minidp counts, by attribute (``iter``).
+        """How many backwards a state of torch's has counted (``PowerSGDState.iter``).
 
         It decides what the hook does next, and so must be equal on all ranks. In a
         state of the user's own nobody knows what is meant to differ.
         """
-        if not type(self.state).__module__.startswith(_KNOWN):
+        if not type(self.state).__module__.startswith(_TORCHS_HOOKS):
             return {}
-        attributes = _attributes(self.state).items()
-        return {name: value for name, value in attributes if type(value) is int}
+        attributes = _attributes(self.state)
+        return {name: attributes[name] for name in ("iter",) if name in attributes}
 
     def count_as(self, counts: Mapping[str, int]) -> None:
         """Set what `counts` has returned, on this rank or on another one."""
