@@ -17,6 +17,7 @@ this rank does next.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +44,8 @@ _POLL_SECONDS = 0.005
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+# The number of a collective that is not counted: every rank that gives up is missed.
+_UNCOUNTED = sys.maxsize
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
@@ -302,6 +305,13 @@ class Communicator:
         return self.tally.started
 
     @property
+    def _awaited(self) -> int:
+        """The number of the collective for which this rank waits now."""
+        operation = self.operation
+        is_counted = operation is None or operation.is_counted
+        return self.started if is_counted else _UNCOUNTED
+
+    @property
     def seconds(self) -> float:
         """The limit that holds: the smaller of `limit` and the group's own timeout."""
         allowed = group_timeout(self.group).total_seconds()
@@ -361,6 +371,15 @@ class Communicator:
         """Count a collective as started now, and return a `watching` context for it."""
         self.tally.started += not self.lost
         return Operation(self, doing, None)
+
+    def beside(self, doing: str) -> Operation:
+        """Return a `watching` context for a collective that is not to be counted.
+
+        A layer's collective may come between other buckets on each rank, so its place
+        in the count would not tell who takes part. It needs every rank, because the
+        caller waits for it at once. So its wait ends as soon as any rank gives up.
+        """
+        return Operation(self, doing, None, is_counted=False)
 
     def note_started(self, work: Work, device: torch.device = _CPU) -> None:
         """Count a collective that was just launched, inside a `watching` block.
@@ -616,7 +635,7 @@ class Communicator:
         _answer_questions()
         while not is_done_within(work, SLICE_SECONDS):
             _answer_questions()
-            lost = self.peers.find_lost(self.started)
+            lost = self.peers.find_lost(self._awaited)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"
             if lost:
@@ -644,16 +663,23 @@ def is_done_within(work: Any, seconds: float) -> bool:
 
 
 class Operation:
-    """The ``with`` block of `Communicator.watching` and `blocking`."""
+    """The ``with`` block of `Communicator.watching`, `blocking` and `beside`."""
 
     __slots__ = (
         *("_bucket", "_communicator", "_doing"),
         *("_mark", "_outer", "_outer_waiter"),
+        "is_counted",
     )
 
     def __init__(
-        self, communicator: Communicator, doing: str, bucket: int | None
+        self,
+        communicator: Communicator,
+        doing: str,
+        bucket: int | None,
+        *,
+        is_counted: bool = True,
     ) -> None:
+        self.is_counted = is_counted  # whether `started` counts its collectives
         self._communicator = communicator
         self._doing = doing
         self._bucket = bucket
@@ -717,7 +743,7 @@ class Operation:
         )
         if isinstance(error, MiniDPError) and not of_hook:
             return
-        absent = owner.peers.report(owner.started).text
+        absent = owner.peers.report(owner._awaited).text
         if of_hook:
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         text = str(error).rstrip(". \n")

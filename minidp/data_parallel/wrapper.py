@@ -489,7 +489,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         )
         self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._guard.reset()
-        self._replication.connect()
+        self._replication.connect(self.module)
         stop_joining(self)
         compare_or_copy(self, copy_from, wrong)
 
