@@ -46,6 +46,8 @@ STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
 # The number of a collective that is not counted: every rank that gives up is missed.
 _UNCOUNTED = sys.maxsize
+# What backends raise: c10d's errors are RuntimeErrors, a TimeoutError is an OSError.
+_OF_COLLECTIVES = (RuntimeError, OSError)
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
@@ -359,7 +361,7 @@ class Communicator:
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
         """Return a context whose waits have the limit, and whose errors say for whom.
 
-        An exception inside becomes a `CollectiveError`, unless it is one of minidp's.
+        An exception that a collective may have raised becomes a `CollectiveError`.
 
         Args:
             doing: Completes the sentence "A collective failed while ...".
@@ -711,10 +713,12 @@ class Operation:
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Turn an exception into a `CollectiveError`, unless it is one of minidp's.
+        """Turn what a collective may have raised into a `CollectiveError`.
 
         The text begins with the answer: who is missing, and then what failed here. To
-        learn it may take seconds. Any exception marks the communicator as failed.
+        learn it may take seconds. Errors of minidp pass as they are, and so do mistakes
+        of a program, such as a TypeError. Any exception marks the communicator as
+        failed.
         """
         current_deadline.waiter = self._outer_waiter
         try:
@@ -731,7 +735,8 @@ class Operation:
 
         Minidp's own errors are left alone, but for that of a comm hook's future that
         failed: it is raised anew with the names of missing ranks, for which it may have
-        waited.
+        waited. The other ranks are told of a mistake of the program, too, but this rank
+        need not ask who is missing.
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
@@ -742,6 +747,9 @@ class Operation:
             or "future that failed" in str(error)
         )
         if isinstance(error, MiniDPError) and not of_hook:
+            return
+        if not isinstance(error, _OF_COLLECTIVES):
+            owner.tell_others(error)
             return
         absent = owner.peers.report(owner._awaited).text
         if of_hook:
