@@ -20,14 +20,20 @@ Golub and LeVeque ("Algorithms for Computing the Sample Variance", 1983), becaus
 difference of two sums, E[x^2] - E[x]^2, loses all digits where the mean is large. The
 gradients of weight and bias stay sums over the local batch: `DataParallel` averages
 them like those of any other parameter.
+
+The layer needs no wrapper. Inside of one, its waits are those of the wrapper: they have
+the same limit, hear of the same ranks, and leave the wrapper to `DataParallel.reset`.
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -39,15 +45,19 @@ from .comm import (
     ProcessGroup,
     all_reduce,
     gather_rows,
+    group_ranks,
     joined_group,
     side_group,
     wait_for,
 )
-from .core import untraced
+from .core import Reducer, untraced
 from .errors import CollectiveError, explain
 
 # How far a rank takes part in the backward.
 NO_BACKWARD, PARAMETERS_ONLY, INPUTS_TOO = range(3)
+_PURPOSE = "layers"  # of the side group on which layers communicate
+# The reducer of the wrapper in which a layer was wrapped last.
+_reducers: WeakKeyDictionary[nn.Module, weakref.ref[Reducer]] = WeakKeyDictionary()
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -98,7 +108,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         tensors = [t for t in (input, self.weight, self.bias) if t is not None]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             wants = NO_BACKWARD
-        batch = merge_moments(input, wants, group)
+        batch = merge_moments(input, wants, group, _reducer_of(self, group))
         if batch.count == 1:
             raise ValueError(
                 explain(
@@ -211,6 +221,48 @@ def refuse_torchs(module: nn.Module, device: torch.device) -> None:
         )
 
 
+def adopt_layers(module: nn.Module, reducer: Reducer) -> None:
+    """Let the layers in a wrapped module wait as its wrapper does, and fail with it.
+
+    This communicates nothing. A layer that is in several wrappers belongs to the last.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            _reducers[layer] = weakref.ref(reducer)
+
+
+def connect_layers(module: nn.Module) -> None:
+    """Create the groups on which the layers in a wrapped module will communicate.
+
+    All ranks of the wrapper must call it together. Without it the first forward creates
+    them. There a rank that raises before it would leave the others waiting until the
+    timeout of the process group, because no limit ends a wait for a connection.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            group = joined_group(layer.process_group)
+            if not isinstance(group, ProcessGroup) or group.size() == 1:
+                continue
+            if _reducer_of(layer, group) is not None:
+                side_group(group, _PURPOSE)
+
+
+def _reducer_of(layer: nn.Module, group: ProcessGroup) -> weakref.ref[Reducer] | None:
+    """Return the reducer of a layer's wrapper, if that knows all ranks of the group.
+
+    It is None without a wrapper. A wrapper on another device is left out, because there
+    the host does not wait, as it does here.
+    """
+    reference = _reducers.get(layer)
+    reducer = None if reference is None else reference()
+    if reducer is None or reducer.communicator.device.type != "cpu":
+        return None
+    known = reducer.communicator.group
+    mine = group_ranks(group)
+    is_known = known is group or (mine and {*mine} <= {*group_ranks(known)})
+    return reference if is_known else None
+
+
 @dataclass(frozen=True)
 class Batch:
     """The statistics of all ranks' batches, and which ranks will run a backward."""
@@ -220,10 +272,16 @@ class Batch:
     count: int  # values per channel on all ranks together
     wants: tuple[int, ...]  # for each rank: how far it takes part in the backward
     group: ProcessGroup  # the group on which the backward communicates
+    reducer: weakref.ref[Reducer] | None  # that of the wrapper
 
 
 @torch.no_grad()
-def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
+def merge_moments(
+    x: torch.Tensor,
+    wants: int,
+    group: ProcessGroup,
+    reducer: weakref.ref[Reducer] | None,
+) -> Batch:
     """Return the `Batch` of all ranks, which is equal on each of them.
 
     All ranks of the group must call it together. It communicates on a side group, as
@@ -234,6 +292,7 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
         x: This rank's input; dimension 1 counts the channels.
         wants: How far this rank takes part in the backward.
         group: The group whose ranks are normalised together.
+        reducer: The reducer of the wrapper, if there is one.
     """
     num_channels = x.size(1)
     count = x.numel() // num_channels
@@ -243,15 +302,15 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
     # float64 also counts exactly: 2**24 values, where float32 stops, are one big image.
     numbers = torch.tensor([count, wants], dtype=torch.float64, device=x.device)
     message = torch.cat([mean.double(), m2.double(), numbers])
-    with _watch(group, "forward"):
-        group = side_group(group, "layers")
+    with _watch(group, reducer, "forward"):
+        group = side_group(group, _PURPOSE)
         rows = gather_rows(message, group)
     means, m2s, counts, everyones_wants = rows.split([num_channels] * 2 + [1] * 2, 1)
     total = int(counts.sum())
     mean = (means * counts).sum(0) / max(total, 1)
     m2 = (m2s + counts * (means - mean).square()).sum(0)
     all_wants = tuple(int(value) for value in everyones_wants)
-    return Batch(mean, m2 / max(total, 1), total, all_wants, group)
+    return Batch(mean, m2 / max(total, 1), total, all_wants, group, reducer)
 
 
 class _Normalize(torch.autograd.Function):
@@ -302,7 +361,7 @@ class _Normalize(torch.autograd.Function):
         if is_collective:
             # Also for a rank that does not need dx: the others need its sums.
             sums = torch.cat([sum_dy, sum_dy_centered])
-            means = _apply(_SumOverRanks, sums, batch.group) / max(batch.count, 1)
+            means = _apply(_SumOverRanks, sums, batch) / max(batch.count, 1)
             mean_dy, mean_dy_centered = means.chunk(2)
             scale = invstd if weight is None else invstd * weight
             slope = -scale * mean_dy_centered * invstd.square()
@@ -324,9 +383,9 @@ def _moments_of_inputs(
     """
     x = x.to(_wide(x))
     count = max(batch.count, 1)
-    mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
+    mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch) / count
     squares = (x - _along(x, mean)).square().sum(_all_but_channels(x))
-    var = _apply(_SumOverRanks, squares, batch.group) / count
+    var = _apply(_SumOverRanks, squares, batch) / count
     return mean, (var + eps).rsqrt()
 
 
@@ -363,18 +422,18 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum over all ranks. All use the result, so that gradients are summed, too."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the sum of ``values`` over all ranks, which must call it together."""
-        ctx.group = group
+        ctx.batch = batch
         total = values.clone()
-        with _watch(group, "backward"):
-            wait_for(all_reduce(total, group))
+        with _watch(batch.group, batch.reducer, "backward"):
+            wait_for(all_reduce(total, batch.group))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Return the sum of ``grad`` over all ranks, which must call it together."""
-        return _apply(_SumOverRanks, grad, ctx.group), None
+        return _apply(_SumOverRanks, grad, ctx.batch), None
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
@@ -382,9 +441,27 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return result
 
 
-def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
-    """Return a context that limits waits, and whose errors say which pass waited."""
-    return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
+@contextmanager
+def _watch(
+    group: ProcessGroup, reference: weakref.ref[Reducer] | None, which: str
+) -> Iterator[None]:
+    """Limit the waits in a block, and let errors say which pass waited, and for whom.
+
+    In a wrapper an error is one of its reducer, too: the next forward would take the
+    messages that other ranks have sent to this one.
+    """
+    reducer = None if reference is None else reference()
+    doing = f"SyncBatchNorm ran its {which}"
+    if reducer is None:
+        with Communicator(group).watching(doing):
+            yield
+        return
+    try:
+        with reducer.communicator.beside(doing):
+            yield
+    except BaseException as error:
+        reducer.fail(error)
+        raise
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

@@ -45,7 +45,8 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     # On a device an all-reduce orders streams, and of a sparse tensor it merges equal
     # indices.
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
-    is_python = type(group) is not ProcessGroup  # `is_python_group`, without its call
+    # The first question is the cheap one. A side group is no ProcessGroup either.
+    is_python = type(group) is not ProcessGroup and is_python_group(group)
     if is_plain and not is_python and group.size() == 1:
         return NoWork()
     # The group's own method: dist.all_reduce has three times the overhead, and inside

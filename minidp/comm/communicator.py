@@ -17,6 +17,7 @@ this rank does next.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +44,10 @@ _POLL_SECONDS = 0.005
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+# The number of a collective that is not counted: every rank that gives up is missed.
+_UNCOUNTED = sys.maxsize
+# What backends raise: c10d's errors are RuntimeErrors, a TimeoutError is an OSError.
+_OF_COLLECTIVES = (RuntimeError, OSError)
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
@@ -302,6 +307,13 @@ class Communicator:
         return self.tally.started
 
     @property
+    def _awaited(self) -> int:
+        """The number of the collective for which this rank waits now."""
+        operation = self.operation
+        is_counted = operation is None or operation.is_counted
+        return self.started if is_counted else _UNCOUNTED
+
+    @property
     def seconds(self) -> float:
         """The limit that holds: the smaller of `limit` and the group's own timeout."""
         allowed = group_timeout(self.group).total_seconds()
@@ -349,7 +361,7 @@ class Communicator:
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
         """Return a context whose waits have the limit, and whose errors say for whom.
 
-        An exception inside becomes a `CollectiveError`, unless it is one of minidp's.
+        An exception that a collective may have raised becomes a `CollectiveError`.
 
         Args:
             doing: Completes the sentence "A collective failed while ...".
@@ -361,6 +373,15 @@ class Communicator:
         """Count a collective as started now, and return a `watching` context for it."""
         self.tally.started += not self.lost
         return Operation(self, doing, None)
+
+    def beside(self, doing: str) -> Operation:
+        """Return a `watching` context for a collective that is not to be counted.
+
+        A layer's collective may come between other buckets on each rank, so its place
+        in the count would not tell who takes part. It needs every rank, because the
+        caller waits for it at once. So its wait ends as soon as any rank gives up.
+        """
+        return Operation(self, doing, None, is_counted=False)
 
     def note_started(self, work: Work, device: torch.device = _CPU) -> None:
         """Count a collective that was just launched, inside a `watching` block.
@@ -616,7 +637,7 @@ class Communicator:
         _answer_questions()
         while not is_done_within(work, SLICE_SECONDS):
             _answer_questions()
-            lost = self.peers.find_lost(self.started)
+            lost = self.peers.find_lost(self._awaited)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"
             if lost:
@@ -644,16 +665,23 @@ def is_done_within(work: Any, seconds: float) -> bool:
 
 
 class Operation:
-    """The ``with`` block of `Communicator.watching` and `blocking`."""
+    """The ``with`` block of `Communicator.watching`, `blocking` and `beside`."""
 
     __slots__ = (
         *("_bucket", "_communicator", "_doing"),
         *("_mark", "_outer", "_outer_waiter"),
+        "is_counted",
     )
 
     def __init__(
-        self, communicator: Communicator, doing: str, bucket: int | None
+        self,
+        communicator: Communicator,
+        doing: str,
+        bucket: int | None,
+        *,
+        is_counted: bool = True,
     ) -> None:
+        self.is_counted = is_counted  # whether `started` counts its collectives
         self._communicator = communicator
         self._doing = doing
         self._bucket = bucket
@@ -685,10 +713,12 @@ class Operation:
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Turn an exception into a `CollectiveError`, unless it is one of minidp's.
+        """Turn what a collective may have raised into a `CollectiveError`.
 
         The text begins with the answer: who is missing, and then what failed here. To
-        learn it may take seconds. Any exception marks the communicator as failed.
+        learn it may take seconds. Errors of minidp pass as they are, and so do mistakes
+        of a program, such as a TypeError. Any exception marks the communicator as
+        failed.
         """
         current_deadline.waiter = self._outer_waiter
         try:
@@ -705,7 +735,8 @@ class Operation:
 
         Minidp's own errors are left alone, but for that of a comm hook's future that
         failed: it is raised anew with the names of missing ranks, for which it may have
-        waited.
+        waited. The other ranks are told of a mistake of the program, too, but this rank
+        need not ask who is missing.
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
@@ -717,7 +748,10 @@ class Operation:
         )
         if isinstance(error, MiniDPError) and not of_hook:
             return
-        absent = owner.peers.report(owner.started).text
+        if not isinstance(error, _OF_COLLECTIVES):
+            owner.tell_others(error)
+            return
+        absent = owner.peers.report(owner._awaited).text
         if of_hook:
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         text = str(error).rstrip(". \n")

@@ -119,7 +119,8 @@ class PythonWork:
         brings None or the tensor itself.
 
         Raises:
-            TypeError: The future brings anything but a tensor.
+            RuntimeError: The future brings anything but a tensor, so that the
+                collective has failed.
         """
         own = getattr(type(self._work), "wait", None)
         # A Python subclass that inherits torch's ``wait`` is never woken up.
@@ -134,7 +135,7 @@ class PythonWork:
         if self._result is None or value is None or value is self._result:
             return
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
+            raise RuntimeError(
                 "The future of an all-reduce must bring a tensor, a list of one tensor,"
                 f" or None, but this process group's brought {type(value).__name__}."
             )

@@ -12,7 +12,8 @@ class Ledger:
     """The counts of one reducer, and the parameters that local backwards have used."""
 
     def __init__(self) -> None:
-        self.sync_enabled = True  # False inside no_sync()
+        self.sync_enabled = True  # False inside no_sync(), or set by hand
+        self.open_no_syncs = 0  # blocks of no_sync() that this rank is in
         self.forwards = 0  # in grad mode, since the last synchronised backward
         # Synchronising forwards, and synchronised backwards that are over, which is
         # also the number of the present one, from 0. reset() sets both anew.

@@ -70,8 +70,8 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
 
     After the block ``Join`` lets this rank shadow the others until all have run out. If
     ``enable`` is true, any exception marks the group as failed, so that `reset`
-    replaces it, because other ranks may be inside a collective. An exception while this
-    rank shadows the others becomes a CollectiveError, unless
+    replaces it, because other ranks may be inside a collective. What a collective
+    raises while this rank shadows the others becomes a CollectiveError, unless
     ``throw_on_early_termination``.
     """
     communicator, ran_out = ddp._reducer.communicator, False

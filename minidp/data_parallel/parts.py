@@ -24,6 +24,7 @@ from minidp.errors import MiniDPError
 from minidp.guard import Guard
 from minidp.hang import the_watchdog
 from minidp.replica import verify
+from minidp.sync_batchnorm import adopt_layers
 
 from . import arguments
 from .dist_autograd import RpcStore
@@ -63,6 +64,7 @@ def build(
     tunes = config.tunes and group.size() > 1
     policy = AutotunePolicy(config.saved_layout) if tunes else None
     reducer = Reducer(replica.params, replica.specs, config, communicator, policy)
+    adopt_layers(replica.module, reducer)
     queue = reducer.queue
     queue.store = RpcStore(reducer)
     queue.checks_finite = own.check_finite_grads

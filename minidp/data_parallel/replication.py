@@ -25,6 +25,7 @@ from minidp.comm import (
 from minidp.config import AUTO
 from minidp.core import Observer, Reducer
 from minidp.replica import Doubts, ReplicaCheck, check_writable, verify
+from minidp.sync_batchnorm import connect_layers
 
 from .arguments import Arguments
 
@@ -146,7 +147,7 @@ class Replication:
                     device=checked.devices.device,
                     sends_buffers=checked.init_buffers,
                 )
-                self.connect()
+                self.connect(checked.replica.module)
             else:
                 managed = checked.replica.managed
                 delayed = [managed[name] for name in checked.replica.delayed]
@@ -155,13 +156,14 @@ class Replication:
             communicator.peers.move_to(group, self._key)
             self._reducer.adopt(self._reducer.queue.layout, shares=True)
 
-    def connect(self) -> None:
-        """Create the group that forwards use, if there is none, and begin comparisons.
+    def connect(self, module: nn.Module) -> None:
+        """Create the groups that forwards use, if need be, and begin comparisons.
 
         All ranks must call it together. Comparisons use a new name in the store, and
         forget checksums that are under way and differences that were seen.
         """
         group_of_forwards(self._reducer.communicator.group)
+        connect_layers(module)
         if self.check is not None:
             self.check.name = f"replicas/{self.key_now()}"
             self.check.reset()

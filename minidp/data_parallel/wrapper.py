@@ -374,11 +374,13 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         They accumulate in ``.grad`` until a synchronised backward averages the sums.
         """
-        before = self.require_backward_grad_sync
+        ledger, before = self._reducer.ledger, self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        ledger.open_no_syncs += 1
         try:
             yield
         finally:
+            ledger.open_no_syncs -= 1
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -462,7 +464,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         All ranks of the process group must call it together. If a collective was
         launched that can never complete, a new group replaces `process_group`. Call
-        ``optimizer.zero_grad()`` next, because ``.grad`` stays as it is.
+        ``optimizer.zero_grad()`` next, because ``.grad`` stays as it is. Later forwards
+        announce averages again, because an error may have come between the lines that
+        set ``require_backward_grad_sync`` to False and back. Inside a block of
+        `no_sync` gradients stay local until it ends.
 
         A rank that raised may have missed a step that others have made. So the replicas
         are compared, and a warning says what differs on which ranks. If parameters
@@ -490,8 +495,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._reducer, key, sharing, self._guard.beside()
         )
         self.require_forward_param_sync = True  # ranks may differ in their last forward
+        if not self._reducer.ledger.open_no_syncs:
+            self.require_backward_grad_sync = True
         self._guard.reset()
-        self._replication.connect()
+        self._replication.connect(self.module)
         stop_joining(self)
         compare_or_copy(self, copy_from, wrong)
 

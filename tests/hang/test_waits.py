@@ -80,7 +80,7 @@ def done_after(seconds, value=None, error=None):
 def test_what_fails_is_raised(make, seconds):
     communicator = make()
     with pytest.raises(CollectiveError) as caught, communicator.watching("waiting", 3):
-        wait_for(done_after(seconds, error=ValueError("boo")))
+        wait_for(done_after(seconds, error=RuntimeError("boo")))
     assert str(caught.value).startswith(
         "[rank 1] Missing: rank 2. A collective failed while waiting of bucket 3 (boo)."
     )
@@ -132,6 +132,37 @@ def test_errors_of_ours_keep_their_text(make, error, text):
     with pytest.raises(type(error), match=text), communicator.watching("launching"):
         raise error
     assert communicator.has_failed
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, ValueError, KeyError])
+def test_mistakes_of_the_program_are_not_called_failed_collectives(make, kind):
+    communicator, mistake = make(), kind("boo")
+    with pytest.raises(kind) as caught, communicator.watching("launching", 3):
+        raise mistake
+    assert caught.value is mistake
+    assert communicator.has_failed  # others may wait for the collective
+    assert communicator.peers.told == [f"{kind.__name__}: {mistake}"]
+    assert not communicator.peers.asked
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError, ConnectionResetError])
+def test_what_backends_raise_is_a_failed_collective(make, kind):
+    text, watching = "failed while launching", make().watching("launching")
+    with pytest.raises(CollectiveError, match=text), watching:
+        raise kind("boo")
+
+
+def test_a_collective_that_is_not_counted_needs_every_rank(make):
+    """Its wait ends if a rank has given up after any number of collectives."""
+    communicator, asked = make(), []
+    communicator.peers.find_lost = lambda n: asked.append(n) or "it raised" * (n > 7)
+    with pytest.raises(CollectiveError, match="it raised"), communicator.beside("x"):
+        wait_for(FutureWork(Future()))
+    communicator.limit = 0.05
+    with pytest.raises(CollectiveError, match="within"), communicator.watching("x"):
+        wait_for(FutureWork(Future()))
+    assert asked[0] > 2**40
+    assert {*asked[1:]} == {0}
 
 
 def test_futures_with_a_limit_and_failures():

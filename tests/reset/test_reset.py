@@ -70,6 +70,35 @@ def test_reset_without_a_failure(ctx):
     assert ddp.process_group is ctx.group
 
 
+@on_ranks(2, fresh={"group_timeout": 4.0})
+def test_all_ranks_average_after_an_error_between_switching_off_and_on(ctx):
+    """By hand, as trainers do: one rank raises before it sets the attribute back."""
+    ddp = wrapped(ctx, Two())
+    ddp.require_backward_grad_sync = False
+    ddp(x_of(ctx)).backward()
+    ddp.require_backward_grad_sync = ctx.rank == 0
+    ddp.reset()
+    assert ddp.require_backward_grad_sync
+    train(ctx, ddp)
+
+
+@on_ranks(2, fresh={"group_timeout": 4.0})
+@pytest.mark.parametrize("before", [True, False])
+def test_reset_inside_no_sync_leaves_gradients_local_until_its_end(ctx, before):
+    ddp = wrapped(ctx, Two())
+    ddp.require_backward_grad_sync = before
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        ddp.reset()
+        ddp.zero_grad()
+        ddp(x_of(ctx)).backward()
+        assert values(ddp) == [ctx.rank + 1, ctx.rank + 1]
+    assert ddp.require_backward_grad_sync is before
+    ddp.reset()
+    train(ctx, ddp)
+
+
 @on_ranks(2)
 def test_gradients_that_are_views_survive(ctx):
     ddp = wrapped(ctx, Two(), gradient_as_bucket_view=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from minidp import DataParallel, SyncBatchNorm
-from tests.support.both import error_of
+from tests.support.both import error_of, same
 from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
@@ -50,3 +53,69 @@ def test_one_rank_raises(ctx, which):
     assert torch.allclose(both.mean(0), torch.zeros(2), atol=1e-5)
     assert torch.allclose(both.var(0, correction=0), torch.ones(2), atol=1e-3)
     return layers[1].weight.grad
+
+
+class Net(nn.Module):
+    """Two layers, in whose forward or backward a rank can raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layers = [nn.Linear(2, 3), SyncBatchNorm(3), nn.Linear(3, 3), SyncBatchNorm(3)]
+        self.layers = nn.ModuleList(layers)
+        self.fails_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.fails_in == "forward" and number == 3:
+                refuse(x)
+            x = layer(x)
+            if self.fails_in == "backward" and number == 2:
+                x.register_hook(refuse)
+        return x
+
+
+def trained(ctx: Any, ddp: DataParallel, steps: range) -> list[torch.Tensor]:
+    """Run some steps with inputs of this rank, and return the parameters."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 2, generator=generator)).pow(3).sum().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in ddp.parameters()]
+
+
+@on_ranks(2, fresh={"group_timeout": 120.0})
+@pytest.mark.parametrize("first", [0, 2])  # steps before the failure
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("resets", [True, False])
+def test_the_others_name_a_rank_that_raises(ctx, first, which, resets):
+    """It calls reset(), or is elsewhere for longer than the limit; then both train on.
+
+    Nobody may wait for the first limit, or for the timeout of the group.
+    """
+    store = distributed_c10d._get_default_store()
+    limit = 100.0 if resets else 2.0
+    ddp = DataParallel(Net(), hang_timeout=limit, forward_sync_buffers=False)
+    trained(ctx, ddp, range(first))
+    ddp.module.fails_in = which if ctx.rank else ""
+    told = error_of(lambda: trained(ctx, ddp, range(first, first + 1)))
+    ddp.module.fails_in = ""
+    if ctx.rank:
+        assert told == "ValueError: this rank's own mistake"
+        if not resets:
+            store.wait(["rank 0 has raised"])
+    else:
+        assert told.startswith("CollectiveError: [rank 0] Missing: rank 1. Rank 1 ")
+        assert f"A collective failed while SyncBatchNorm ran its {which} (" in told
+        assert ("it called reset()" in told) == resets
+        assert ("it did not finish within 2 s" in told) != resets
+        again = error_of(lambda: ddp(torch.ones(4, 2)))
+        assert again.startswith("ReducerFailedError: [rank 0] ")
+        store.set("rank 0 has raised", "")
+    ddp.reset()
+    found = trained(ctx, ddp, range(first, 4))
+    undisturbed = DataParallel(Net(), forward_sync_buffers=False)
+    assert same(found, trained(ctx, undisturbed, range(4)))
+    return found
