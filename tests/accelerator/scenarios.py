@@ -57,12 +57,22 @@ class Branches(nn.Module):
 
 def unused_branches(run: Run) -> Tensors:
     """Parameters without gradient, others on each rank."""
-    model = run.wrap(Branches().to(run.device()), find_unused_parameters=True, **SMALL)
+    return _unused_branches(run, views=False, set_to_none=True)
+
+
+def unused_branches_in_place(run: Run) -> Tensors:
+    """The same with gradients that are views, and are kept."""
+    return _unused_branches(run, views=True, set_to_none=False)
+
+
+def _unused_branches(run: Run, *, views: bool, set_to_none: bool) -> Tensors:
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    model = run.wrap(Branches().to(run.device()), **options, **SMALL)
 
     def step(n: int) -> None:
         model(run.batch(n), n + run.ctx.rank).square().mean().backward()
 
-    return run.train(model, step=step)
+    return run.train(model, step=step, set_to_none=set_to_none)
 
 
 def accumulation(run: Run) -> Tensors:
@@ -180,7 +190,8 @@ def copied(run: Run) -> Tensors:
 
 
 BOTH = (
-    *(unused_branches, accumulation, compressed, hook_of_the_user, module_buffers),
+    *(unused_branches, unused_branches_in_place, accumulation, compressed),
+    *(hook_of_the_user, module_buffers),
     *(activation_checkpointing, two_devices, uneven_inputs, copied),
 )
 
