@@ -136,6 +136,21 @@ def test_gradients_of_another_stream_are_copied_in_a_pause(ctx, views):
 
 
 @on_ranks(2)
+def test_gradients_of_another_stream_end_the_first_backward_of_a_static_graph(ctx):
+    """Large ones become views before their bucket is full."""
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    module.first = nn.Parameter(torch.ones(20_000, device=ctx.device))
+    nodes = nodes_on(side, module.first)
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    x = torch.ones((), device=ctx.device)
+    with all_memory_reused():
+        ddp(x).backward()
+        take(side, 20_000)
+    del nodes
+
+
+@on_ranks(2)
 def test_a_sum_that_nobody_reads(ctx):
     """One stream starts it, and another one waits for it and drops it."""
     side = torch.Stream("sim")

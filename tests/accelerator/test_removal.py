@@ -211,6 +211,9 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "PendingGrads.pause use_here": body(
             LIVES.test_gradients_of_another_stream_are_copied_in_a_pause, views=False
         ),
+        "PendingGrads.fill_missing use_here": body(
+            LIVES.test_gradients_of_another_stream_end_the_first_backward_of_a_static_graph
+        ),
         "PendingGrads.mark_bucket_ready self.written_on[number].update": WRITTEN_ON,
     },
     "core/item_counts.py": {
