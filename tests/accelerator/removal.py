@@ -20,7 +20,8 @@ import minidp
 
 PACKAGE = Path(minidp.__file__).parent
 # The last names of calls that let somebody wait, ...
-WAITS = {"wait", "wait_for", "wait_stream", "wait_event", "hold_back", "synchronize"}
+WAITS = {"wait", "wait_for", "wait_for_message", "wait_stream", "wait_event"}
+WAITS |= {"hold_back", "synchronize"}
 # ... that keep memory, ...
 KEEPS = {"use_here", "record_stream", "_record"}
 # ... that note which stream has done something, and let go of what it is done with, ...

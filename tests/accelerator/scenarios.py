@@ -176,9 +176,10 @@ def uneven_inputs(run: Run) -> Tensors:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with run.training(), model.join():
         for n in range(2 + 2 * run.ctx.rank):
-            sgd.zero_grad()
-            model(run.batch(n)).square().mean().backward()
-            sgd.step()
+            with run.count(run.costs):
+                sgd.zero_grad()
+                model(run.batch(n)).square().mean().backward()
+                sgd.step()
     return [value.clone() for value in model.state_dict().values()]
 
 

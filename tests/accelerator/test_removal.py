@@ -46,7 +46,7 @@ NOT_TRIED = {
     "comm/communicator.py InFlight.ask_the_device": "an aborted group: test_faults",
     "comm/communicator.py Communicator._wait_on_device work.wait": "(1): a capture",
     "comm/communicator.py is_done_within": "waits of the CPU's groups",
-    "data_parallel/join.py announce wait_for": "for its limit; nobody reads that sum",
+    "data_parallel/join.py announce wait_for_message": "nobody reads that sum",
     "doctor/": "a command that waits to measure the device's times",
     "guard/comparison.py": "messages of the store",
     "hang/": "threads and messages of the host",
@@ -149,10 +149,11 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "Download.wait self._end.wait": READ,
     },
     "comm/collectives.py": {
-        "gather_rows wait_for": MESSAGES,
+        "gather_rows wait_for_message": MESSAGES,
+        "wait_for_message wait_for": MESSAGES,
         "barrier wait_for": body(WAITS.test_a_barrier_lets_the_host_wait_for_all_ranks),
-        "broadcast_integers wait_for": MESSAGES,
-        "_unpack wait_for": MESSAGES,
+        "broadcast_integers wait_for_message": MESSAGES,
+        "_unpack wait_for_message": MESSAGES,
     },
     "comm/communicator.py": {
         "InFlight.is_over accelerator.on_side_stream": ASIDE,
@@ -234,8 +235,8 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "ItemCounts.finishing use_here": DIES_WITH_ITEMS,
     },
     "data_parallel/join.py": {
-        "_LimitedJoin._get_num_nonjoined_procs wait_for": training(
-            scenarios.uneven_inputs
+        "_LimitedJoin._get_num_nonjoined_procs wait_for_message": body(
+            WAITS.test_join_reads_the_device_once_in_a_forward_if_its_group_has_no_other
         ),
     },
     "hooks/comm_hook.py": {
