@@ -167,6 +167,8 @@ class DenseBucket(Bucket):
         is_here = grad is view or (self._as_view and self._owns(grad))
         if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
             return grad
+        if self.streams is not None:  # the bucket may die before it is full
+            self.streams.use_buffer(self.payload)
         kernels.multiply_into(view, grad, divisor)
         if self._as_view:
             self.params[k].grad = view  # frees the gradient's own memory

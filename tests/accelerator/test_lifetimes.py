@@ -233,6 +233,56 @@ def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
 
 
 @on_ranks(2)
+def test_a_wrapper_that_dies_with_a_bucket_that_was_not_launched(ctx):
+    """Nobody waits for the stream that has filled it, because one before it is open."""
+    module, side = Heads().to(ctx.device), torch.Stream("sim")
+    here = torch.accelerator.current_stream()
+    nodes = nodes_on(here, *module.parameters())
+    x = torch.ones(4, 20, device=ctx.device)
+    with all_memory_reused():
+        before = sim.allocated()
+        ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=0.001)
+        ddp(x, uses_both=True).sum().backward()
+        side.wait_stream(here)
+        with side:
+            loss = ddp(x, uses_both=False).sum()  # it makes new buckets
+        here.wait_stream(side)
+        loss.record_stream(here)
+        loss.backward()
+        del ddp, loss
+        module.zero_grad()
+        wait_until_freed(before)
+        take(side, 420)
+    del nodes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_a_wrapper_that_dies_with_a_bucket_that_is_not_full(ctx, views):
+    """Its large gradients are copied: as views at once, otherwise in the pause."""
+    module, side = Heads().to(ctx.device), torch.Stream("sim")
+    module.first = nn.Linear(20, 1000).to(ctx.device)
+    here = torch.accelerator.current_stream()
+    nodes = nodes_on(here, *module.parameters())
+    options = {"gradient_as_bucket_view": views}
+    x = torch.ones(4, 20, device=ctx.device)
+    side.wait_stream(here)
+    with all_memory_reused():
+        before = sim.allocated()
+        with side:
+            ddp = DataParallel(module, process_group=ctx.group, **options)
+            loss = ddp(x, uses_both=False).sum()
+        here.wait_stream(side)
+        loss.record_stream(here)
+        loss.backward()
+        del ddp, loss
+        module.zero_grad()
+        wait_until_freed(before)
+        take(side, 21_420)
+    del nodes
+
+
+@on_ranks(2)
 def test_a_loss_that_is_weighed_on_another_stream(ctx):
     """Whether its count is 0 is known there, and here gradients depend on it."""
     module, side = nn.Linear(60, 300).to(ctx.device), torch.Stream("sim")

@@ -194,6 +194,16 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "DenseBucket.copy_now self._made.hold_back": body(
             AUDIT.test_lazy_buckets_of_other_streams, views=True
         ),
+        "DenseBucket._allocate self.streams.made_buffer": body(
+            AUDIT.test_lazy_buckets_of_other_streams, views=False
+        ),
+        "DenseBucket.copy_in self.streams.use_buffer": body(
+            LIVES.test_a_wrapper_that_dies_with_a_bucket_that_was_not_launched
+        ),
+        "DenseBucket.copy_now self.streams.use_buffer": body(
+            LIVES.test_a_wrapper_that_dies_with_a_bucket_that_is_not_full, views=True
+        ),
+        "DenseBucket.write_averages self.streams.use_buffer": DIES,
         "DenseBucket.write_averages accelerator.use_here": body(
             LIVES.test_averages_of_unused_parameters_are_put_back
         ),
