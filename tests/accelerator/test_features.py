@@ -96,6 +96,16 @@ def test_batch_norms_over_all_ranks(ctx, kind, way):
 
 
 @on_ranks(2)
+def test_a_training_aside_leaves_the_default_streams_of_all_its_devices(ctx):
+    run = Run(ctx, DataParallel, "sim", "run_aside")
+    devices = [run.device(index) for index in range(2)]
+    before = [*map(torch.accelerator.current_stream, devices)]
+    with run.training():
+        now = [*map(torch.accelerator.current_stream, devices)]
+    assert not set(before) & set(now)
+
+
+@on_ranks(2)
 @ways
 @pytest.mark.parametrize("scenario", OURS)
 def test_features_of_minidp(ctx, scenario, way):

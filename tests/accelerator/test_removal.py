@@ -329,6 +329,24 @@ def notices(pool: Any, site: removal.Site, number: int | None) -> bool:
     return any(map(is_sign, errors))
 
 
+def devices_with_races(ctx: Any, site: removal.Site) -> list[int]:
+    """Return the devices that the races of a training without a call are on."""
+    try:
+        with removal.removed(site):
+            trains(ctx, scenarios.two_devices, "mixed_nodes")
+    except AssertionError as error:
+        return [index for index in range(2) if f"of device {index}" in str(error)]
+    finally:
+        sim.delay(0, seed=0)
+    return []
+
+
+def test_the_loss_of_a_wait_is_noticed_on_each_device(pool):
+    name = "accelerator.py BucketStreams.gather current.wait_stream"
+    (site,) = (site for site in SITES if str(site) == name)
+    assert pool.run(devices_with_races, 2, site) == [[0, 1]] * 2
+
+
 def is_sign(error: RankError) -> bool:
     texts = SIGNS.get(error.kind, ())
     return any(text in error.message for text in texts)
