@@ -147,6 +147,12 @@ def need(session: nox.Session, program: str) -> None:
         session.skip(f"{program} is not installed")
 
 
+def ask(session: nox.Session, expression: str) -> str:
+    """Return a value of a new interpreter that has imported torch and minidp."""
+    code = f"import torch; from minidp import native; print({expression})"
+    return str(session.run(PYTHON, "-c", code, silent=True)).split()[-1]
+
+
 def build(session: nox.Session) -> None:
     """Build the extension, or skip the stage where there is no compiler."""
     need(session, os.environ.get("CXX", "c++"))
@@ -390,9 +396,25 @@ def torchft_chaos(session: nox.Session) -> None:
 
 @stage("nightly")
 def gpu(session: nox.Session) -> None:
-    """On a GPU, one test at a time: two would wait for each other's kernels."""
+    """On a GPU: tests, copies, and what a step costs, in some ten minutes.
+
+    One test at a time, because two would wait for each other's kernels. Speed is
+    measured even if a test has failed.
+    """
     need(session, "nvidia-smi")
+    if ask(session, "torch.cuda.is_available()") != "True":
+        session.skip("torch sees no GPU")
     words = ("--timeout", "170", "--session-timeout", "420")
     report = ("--junitxml", "benchmarks/results/gpu.xml")
     folders = ("tests/gpu", "tests/accelerator")
-    pytest(session, *folders, *words, *report, marked="gpu", one_process=True)
+    try:
+        pytest(session, *folders, *words, *report, marked="gpu", one_process=True)
+    finally:
+        session.run(PYTHON, "-m", "minidp.native", "build", "--optional")
+        if ask(session, "getattr(native.library(), 'kernels_for', None)") == "cuda":
+            copies = ("benchmarks/flatten.py", "--devices", "cuda", "--seconds", "1")
+            session.run(PYTHON, *copies)
+        else:
+            session.log("Copies are not measured: the extension has no CUDA kernels.")
+        steps = ("benchmarks/overhead.py", "--device", "cuda", "--seconds", "4")
+        session.run(PYTHON, *steps)

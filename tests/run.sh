@@ -27,14 +27,14 @@ while (($#)); do
     case $1 in
     -h | --help) help=yes ;;
     --full) chosen=(--tags full) extras+=,bench,page,torchft ;;
-    --nightly) chosen=(--tags nightly) extras+=,trainers,page,torchft ;;
+    --nightly) chosen=(--tags nightly) extras+=,bench,trainers,page,torchft ;;
     --) words=("$@") && break ;;
     -*) echo "unknown option $1; see --help" >&2 && exit 2 ;;
     *)
         [[ ${chosen[*]-} ]] || chosen=(--session)
         chosen+=("$1")
         case $1 in
-        benchmarks) extras+=,bench ;;
+        benchmarks | gpu) extras+=,bench ;;
         page*) extras+=,page ;;
         torchft* | trainers) extras+=,${1%-chaos} ;;
         esac

@@ -30,6 +30,7 @@ from .collectives import (
     gather_integers,
     gather_rows,
     start_gathering,
+    wait_for_message,
 )
 from .communicator import (
     STORE_SECONDS,
@@ -119,6 +120,7 @@ __all__ = [
     "start_gathering",
     "then",
     "wait_for",
+    "wait_for_message",
     "waiting",
     "warn_without_store",
 ]

@@ -22,12 +22,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from minidp.accelerator import use_here
+from minidp.accelerator import upload, use_here
 from minidp.layout import chunks_by_bytes
 
 from .backends import backend_of
 from .groups import ProcessGroup
-from .work import NoWork, PythonWork, Work, is_python_group, wait_for
+from .work import HostWork, NoWork, PythonWork, Work, is_python_group, wait_for
 
 MESSAGE_BYTES = 250 * 2**20  # the size of one message of a coalesced broadcast
 # Backends of torch that cannot add sparse tensors.
@@ -172,8 +172,25 @@ def start_gathering(
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Gather a row from every rank, as `start_gathering` does, and wait for them."""
     rows, work = start_gathering(row, group)
-    wait_for(work)
+    wait_for_message(work, row.device, group)
     return rows
+
+
+def wait_for_message(work: Work, device: torch.device, group: ProcessGroup) -> None:
+    """Wait for a collective of a group, whose tensors may be on the CPU.
+
+    A group of a device may send them by Gloo. Then the host waits, and `wait_for` alone
+    would not do so with a limit, because it takes it for a collective of the device.
+
+    Args:
+        work: The collective.
+        device: Where its tensors lie.
+        group: The group.
+    """
+    is_known = type(group) is ProcessGroup  # no side group, which is Gloo anyway
+    if is_known and device.type == "cpu" and backend_of(group, device) == "gloo":
+        work = HostWork(work)
+    wait_for(work)
 
 
 def barrier(group: ProcessGroup, device: torch.device) -> None:
@@ -217,7 +234,7 @@ def gather_integers(
         group: The process group.
         device: Where the message lies; the backend may allow only one kind.
     """
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    mine = upload(values, torch.int64, device)
     rows: list[list[int]] = gather_rows(mine, group).tolist()
     return rows
 
@@ -261,8 +278,8 @@ def broadcast_integers(
         group: The process group.
         device: Where the message lies; the backend may allow only one kind.
     """
-    message = torch.tensor(values, dtype=torch.int64, device=device)
-    wait_for(start_broadcast(message, group, 0))
+    message = upload(values, torch.int64, device)
+    wait_for_message(start_broadcast(message, group, 0), device, group)
     return [int(value) for value in message.tolist()]
 
 
@@ -307,16 +324,21 @@ def broadcast_coalesced(
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(members)):
         for part in parts:
             if len(in_flight) == MAX_IN_FLIGHT:
-                _unpack(*in_flight.pop(0))
+                _unpack(*in_flight.pop(0), group)
             message = torch.cat([_as_bytes(t) for t in part])  # 1D uint8
             in_flight.append((part, message, start_broadcast(message, group, root)))
         for arrived in in_flight:
-            _unpack(*arrived)
+            _unpack(*arrived, group)
 
 
-def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> None:
+def _unpack(
+    tensors: list[torch.Tensor],
+    message: torch.Tensor,
+    work: Work,
+    group: ProcessGroup,
+) -> None:
     """Wait for a message, and copy its bytes into the tensors."""
-    wait_for(work)
+    wait_for_message(work, message.device, group)
     pieces = message.split([t.nbytes for t in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

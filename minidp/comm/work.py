@@ -174,6 +174,25 @@ class Work(Protocol):
         """
 
 
+class HostWork:
+    """A collective on tensors of the CPU, for which the host waits in slices.
+
+    Its group may have a backend for a device, too, on whose collectives a host cannot
+    wait with a limit. This one it can.
+
+    Args:
+        work: The work of Gloo.
+    """
+
+    can_time_out = True
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.get_future = work.get_future
+        self.is_completed = work.is_completed
+        self.wait = work.wait
+
+
 def completed(value: Any) -> Future[Any]:
     """Return a future that has this value already."""
     future: Future[Any] = Future()

@@ -63,7 +63,9 @@ class DenseBucket(Bucket):
         if not self._is_lazy:
             self._allocate()
             self.copied_by_hook = self._to_copy_at_once()
-        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
+        # Of .grad that is to be restored if it turns out to be unused: the slots, which
+        # are neighbours, and their values.
+        self._saved: list[tuple[range, Tensor]] = []
         self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
         self._arrived: Sequence[Entry] = ()
 
@@ -165,6 +167,8 @@ class DenseBucket(Bucket):
         is_here = grad is view or (self._as_view and self._owns(grad))
         if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
             return grad
+        if self.streams is not None:  # the bucket may die before it is full
+            self.streams.use_buffer(self.payload)
         kernels.multiply_into(view, grad, divisor)
         if self._as_view:
             self.params[k].grad = view  # frees the gradient's own memory
@@ -190,9 +194,12 @@ class DenseBucket(Bucket):
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
     ) -> None:
         views, grads, in_place = self._classify(entries, undecided)
+        has_history = any(grad.requires_grad for grad in grads) or any(
+            self.views[k].requires_grad for k in in_place
+        )
         if not self._copy_plan.may_fit(views, grads):
             self._check_fit(views, grads)
-        if torch.is_grad_enabled() and any(g.requires_grad for g in grads + in_place):
+        if torch.is_grad_enabled() and has_history:
             # create_graph=True: scaled copies with a history stay outside the buffer.
             for k, grad in enumerate(entries):
                 if isinstance(grad, Tensor):
@@ -204,12 +211,20 @@ class DenseBucket(Bucket):
         except (RuntimeError, ValueError):
             self._check_fit(views, grads)
             raise
-        for values in [self._values] if len(in_place) == len(entries) else in_place:
-            kernels.divide(values, divisor)
+        for slots in kernels.neighbours(in_place):
+            kernels.divide(self._values_of(slots), divisor)
+
+    def _values_of(self, slots: range) -> Tensor:
+        """Return the part of the buffer in which these slots lie, which are neighbours.
+
+        What is done to it takes one kernel for all of them.
+        """
+        first, last = self.plan.slots[slots[0]], self.plan.slots[slots[-1]]
+        return self._values[first.offset : last.offset + last.numel]
 
     def _classify(
         self, entries: tuple[Entry, ...], undecided: Slots
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """Sort the slots of a full bucket by what is left to do.
 
         Slots without a gradient are set to zero here. If the ``.grad`` of an
@@ -217,28 +232,36 @@ class DenseBucket(Bucket):
 
         Returns:
             The views that are to be filled, the gradient for each of them, and the
-            views that are the gradient already. Slots that are COPIED are in no list.
+            slots whose view is the gradient already. Those that are COPIED are in no
+            list.
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
             self._as_view and self._memory and self._memory.may_own_any(everything)
         ):
             return self.views, everything, []  # the usual case
-        views, grads, in_place = [], [], []
+        views, grads = [], []
+        in_place: list[int] = []
+        empty: list[int] = []
+        to_save: list[int] = []
         for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
             is_here = grad is view or (self._as_view and self._owns(grad))
             # Without a gradient, .grad may still be this view: a rank without inputs.
             if k in undecided and (
                 is_here or (grad is None and self._owns(self.params[k].grad))
             ):
-                self._saved[k] = view.clone()
+                to_save.append(k)
             if is_here:
-                in_place.append(view)
+                in_place.append(k)
             elif grad is None:
-                view.zero_()
+                empty.append(k)
             elif isinstance(grad, Tensor):
                 views.append(view)
                 grads.append(grad)
+        for slots in kernels.neighbours(to_save):
+            self._saved.append((slots, self._values_of(slots).clone()))
+        for slots in kernels.neighbours(empty):
+            self._values_of(slots).zero_()
         return views, grads, in_place
 
     def _check_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -271,19 +294,27 @@ class DenseBucket(Bucket):
         if self.streams is not None:
             self.streams.use_buffer(self.payload)
             # The stream that has flattened the bucket has made them.
-            accelerator.use_here(*self._saved.values(), *self._tracked.values())
+            saved = [values for _, values in self._saved]
+            accelerator.use_here(*saved, *self._tracked.values())
         if self._as_view or isinstance(self.scale, Tensor):
             self._rescale()  # else the extension may multiply on the way
-        for k in kept:
-            if k in self._saved:
-                self.views[k].copy_(self._saved[k])
+        self._restore(kept)
         if not self._write_natively(kept):
             self._write_in_python(kept)
-        self._saved.clear()
         self._tracked.clear()
         self._arrived = ()
         if self._is_lazy:
             self._release()
+
+    def _restore(self, kept: Slots) -> None:
+        """Write the values that were saved of these slots back to the buffer."""
+        for saved, values in self._saved:
+            start = self.plan.slots[saved[0]].offset
+            for slots in kernels.neighbours(k for k in saved if k in kept):
+                part = self._values_of(slots)
+                at = self.plan.slots[slots[0]].offset - start
+                part.copy_(values[at : at + part.numel()])
+        self._saved.clear()
 
     def _rescale(self) -> None:
         """Multiply all averages by `scale`, and set it to 1, so that it acts once."""

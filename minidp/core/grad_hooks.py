@@ -337,17 +337,26 @@ class PendingGrads:
         else:
             self._set_entry(i, entry)
 
-    def fill_missing(self, i: int, *, travels: bool = True) -> None:
+    def fill_missing(
+        self, i: int, *, travels: bool = True, copies: bool = False
+    ) -> None:
         """Fill in a gradient that is missing. Its bucket may be ready by that.
 
         Args:
             i: The index of the parameter.
             travels: Whether its bucket is launched in this backward. If so, the present
                 ``.grad`` travels, or zeros if that is None.
+            copies: Whether to copy ``.grad`` to its bucket at once. It must be certain
+                that no gradient is added to it any more, and that some rank has used
+                the parameter, so that an average will take its place.
         """
         self.filled.add(i)
+        entry: Entry = self._params[i].grad
+        if copies and isinstance(entry, Tensor):
+            use_here(entry)  # it may be of another stream, and be dropped by the copy
+            entry = self.reducer.queue.copy_now(i, entry)
         if travels:
-            self._set_entry(i, self._params[i].grad)
+            self._set_entry(i, entry)
         else:
             self.entries[i] = None
 

@@ -7,7 +7,7 @@ the last bit if the divisor is no power of two. The native kernels give the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -124,6 +124,16 @@ class CopyPlan:
         if divisor != 1:  # a call per run, not per parameter
             for run in [self._values] if is_all else self._small_runs:
                 run.mul_(1.0 / divisor)
+
+
+def neighbours(slots: Iterable[int]) -> Iterator[range]:
+    """Return slots, which are in ascending order, in runs of consecutive numbers.
+
+    Slots have no padding between them, so that one kernel can serve a run.
+    """
+    for _, run in groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
+        numbers = [slot for _, slot in run]
+        yield range(numbers[0], numbers[-1] + 1)
 
 
 def _runs(values: Tensor, slots: Iterable[tuple[int, bool]]) -> list[Tensor]:

@@ -42,7 +42,7 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
-from .entries import Entry, GradState, has_arrived
+from .entries import Entry, GradState, has_arrived, is_copied_at_once
 from .grad_hooks import GradHooks, PendingGrads
 from .ledger import Ledger
 from .local_backwards import LocalBackwards
@@ -381,8 +381,25 @@ class Reducer:
             raise _lost_hooks(self.rank, lost)
         if self.mode.shares_used_map and self.mode.map_goes_first:
             self.launch_used_map()
+        copied = self._to_copy_at_once(missing)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
-            self.pending.fill_missing(i)
+            self.pending.fill_missing(i, copies=i in copied)
+
+    def _to_copy_at_once(self, missing: Sequence[int]) -> Collection[int]:
+        """Return which ``.grad`` become views of their bucket before that is full.
+
+        As in a usual backward this frees the memory of large ones, which a comm hook
+        may need for itself. It saves no memory if ``.grad`` stays what it is.
+        """
+        queue = self.queue
+        if not queue.config.gradient_as_bucket_view or queue.store.is_external:
+            return ()
+        used = self.ledger.used_locally  # what all ranks hear of
+        return {
+            i
+            for i in used.intersection(missing)
+            if is_copied_at_once(self.params[i], as_view=True)
+        }
 
     def launch_used_map(self) -> None:
         """Start to exchange which parameters this rank has used.

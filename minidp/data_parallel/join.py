@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from minidp.comm import all_reduce, gather_integers, wait_for
+from minidp.comm import all_reduce, gather_integers, wait_for_message
 
 from .copy_state import copy_after_join
 from .sync_gradients import shadow_backward
@@ -60,7 +60,8 @@ class _LimitedJoin(Join):
     def _get_num_nonjoined_procs(self) -> float:
         number = torch.zeros(1, device=self._device)
         with self._communicator.blocking(_WAITING):
-            wait_for(all_reduce(number, self._communicator.group))
+            group = self._communicator.group
+            wait_for_message(all_reduce(number, group), number.device, group)
         return number.item()
 
 
@@ -117,7 +118,7 @@ def announce(ddp: DataParallel, **does: bool) -> int:
     work = Join.notify_join_context(ddp)
     if work is not None:
         with ddp._reducer.communicator.blocking("announcing a forward in join()"):
-            wait_for(work)
+            wait_for_message(work, ddp.join_device, ddp.process_group)
     return _agree(ddp, StepAnnouncement(root=ddp._reducer.rank, **does)).root
 
 
@@ -133,7 +134,7 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
         CollectiveError: Only some of the ranks with inputs will reduce. All raise it.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
-        rows = gather_integers(mine, ddp.process_group, ddp.device)
+        rows = gather_integers(mine, ddp.process_group, ddp.join_device)
         steps = [StepAnnouncement(*row) for row in rows]
         active = [rank for rank, step in enumerate(steps) if step.root == rank]
         reducing = [rank for rank, step in enumerate(steps) if step.reduces]
@@ -227,7 +228,7 @@ class Shadow(JoinHook):
                 # A view of a bucket was overwritten meanwhile.
                 param.grad = values if grad.is_sparse else grad.copy_(values)
         mine = ddp.process_group.rank() if is_last_joiner else -1
-        rows = gather_integers([mine], ddp.process_group, ddp.device)
+        rows = gather_integers([mine], ddp.process_group, ddp.join_device)
         ddp._authoritative_rank = max(rank for (rank,) in rows)
         ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
         if ddp.forward_sync_buffers:

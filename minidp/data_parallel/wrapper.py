@@ -20,6 +20,7 @@ from minidp.comm import (
     MESSAGE_BYTES,
     ProcessGroup,
     default_group,
+    exchange_device,
     lifetime_of_default_group,
 )
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
@@ -555,8 +556,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors that ``Join`` sends."""
-        return self.device
+        """The device of the tensors that ``Join`` sends: the CPU if the group can.
+
+        There the host waits for the hosts of other ranks, and for no device.
+        """
+        return exchange_device(self.process_group, self.device)
 
     @property
     def join_process_group(self) -> ProcessGroup:

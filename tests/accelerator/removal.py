@@ -20,11 +20,12 @@ import minidp
 
 PACKAGE = Path(minidp.__file__).parent
 # The last names of calls that let somebody wait, ...
-WAITS = {"wait", "wait_for", "wait_stream", "wait_event", "hold_back", "synchronize"}
+WAITS = {"wait", "wait_for", "wait_for_message", "wait_stream", "wait_event"}
+WAITS |= {"hold_back", "synchronize"}
 # ... that keep memory, ...
-KEEPS = {"use_here", "record_stream", "_record"}
+KEEPS = {"use_here", "use_buffer", "record_stream", "_record"}
 # ... that note which stream has done something, and let go of what it is done with, ...
-NOTES = {"gather", "_note_waited", "waited_for"}
+NOTES = {"gather", "made_buffer", "_note_waited", "waited_for"}
 # ... and that return a context, in which a stream or a device is selected.
 SELECTS = {"launching", "on_stream", "on_side_stream", "selected"}
 

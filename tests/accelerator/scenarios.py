@@ -57,12 +57,22 @@ class Branches(nn.Module):
 
 def unused_branches(run: Run) -> Tensors:
     """Parameters without gradient, others on each rank."""
-    model = run.wrap(Branches().to(run.device()), find_unused_parameters=True, **SMALL)
+    return _unused_branches(run, views=False, set_to_none=True)
+
+
+def unused_branches_in_place(run: Run) -> Tensors:
+    """The same with gradients that are views, and are kept."""
+    return _unused_branches(run, views=True, set_to_none=False)
+
+
+def _unused_branches(run: Run, *, views: bool, set_to_none: bool) -> Tensors:
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    model = run.wrap(Branches().to(run.device()), **options, **SMALL)
 
     def step(n: int) -> None:
         model(run.batch(n), n + run.ctx.rank).square().mean().backward()
 
-    return run.train(model, step=step)
+    return run.train(model, step=step, set_to_none=set_to_none)
 
 
 def accumulation(run: Run) -> Tensors:
@@ -80,10 +90,24 @@ def accumulation(run: Run) -> Tensors:
 
 def compressed(run: Run) -> Tensors:
     """The comm hook that sends fp16."""
+    return _compressed(run, "fp16_compress_hook")
+
+
+def compressed_to_bf16(run: Run) -> Tensors:
+    """The comm hook that sends bf16."""
+    return _compressed(run, "bf16_compress_hook")
+
+
+def _compressed(run: Run, name: str) -> Tensors:
     model = run.wrap(net().to(run.device()), **SMALL)
     ours = isinstance(model, DataParallel)
     hooks: Any = comm_hooks if ours else default_hooks
-    model.register_comm_hook(run.ctx.group, hooks.fp16_compress_hook)
+
+    # By another name: torch refuses its hook for bf16 where there is no CUDA.
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch would compare
+        return getattr(hooks, name)(state, bucket)
+
+    model.register_comm_hook(run.ctx.group, hook)
     return run.train(model)
 
 
@@ -98,6 +122,14 @@ def hook_of_the_user(run: Run) -> Tensors:
     model = run.wrap(net().to(run.device()), **SMALL)
     model.register_comm_hook(None, hook)
     return run.train(model)
+
+
+def frozen(run: Run) -> Tensors:
+    """Parameters that are not trained, among others that are."""
+    module = net().to(run.device())
+    for param in module[2].parameters():
+        param.requires_grad = False
+    return run.train(run.wrap(module, **SMALL))
 
 
 def module_buffers(run: Run) -> Tensors:
@@ -156,8 +188,8 @@ class TwoDevices(nn.Module):
 
 
 def two_devices(run: Run) -> Tensors:
-    """A process with parameters on two devices."""
-    return run.train(run.wrap(TwoDevices(run), **SMALL))
+    """A process with parameters on two devices, where gradients are kept and added."""
+    return run.train(run.wrap(TwoDevices(run), **SMALL), set_to_none=False)
 
 
 def uneven_inputs(run: Run) -> Tensors:
@@ -166,9 +198,10 @@ def uneven_inputs(run: Run) -> Tensors:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with run.training(), model.join():
         for n in range(2 + 2 * run.ctx.rank):
-            sgd.zero_grad()
-            model(run.batch(n)).square().mean().backward()
-            sgd.step()
+            with run.count(run.costs):
+                sgd.zero_grad()
+                model(run.batch(n)).square().mean().backward()
+                sgd.step()
     return [value.clone() for value in model.state_dict().values()]
 
 
@@ -180,7 +213,8 @@ def copied(run: Run) -> Tensors:
 
 
 BOTH = (
-    *(unused_branches, accumulation, compressed, hook_of_the_user, module_buffers),
+    *(unused_branches, unused_branches_in_place, accumulation, frozen),
+    *(compressed, compressed_to_bf16, hook_of_the_user, module_buffers),
     *(activation_checkpointing, two_devices, uneven_inputs, copied),
 )
 
@@ -263,7 +297,9 @@ def steps_in_backward(run: Run) -> Tensors:
 def attached(run: Run) -> Tensors:
     """Minidp inside a model that keeps its class."""
     model = net().to(run.device())
-    with minidp.attach(model, process_group=run.ctx.group, **SMALL):
+    with run.wrapping(model):
+        attached = minidp.attach(model, process_group=run.ctx.group, **SMALL)
+    with attached:
         return run.train(model)
 
 

@@ -290,6 +290,42 @@ def test_a_host_that_waits_for_a_message_of_the_cpu_comes_free(fresh):
     fresh.run(wait_on_the_host, 2)
 
 
+def raise_in_join(ctx, has_cpu):
+    """Rank 1 raises, and rank 0 announces its next forward to it."""
+    backend = sim.BACKEND if ctx.device.type == "sim" else "nccl"
+    group = ctx.group if has_cpu else torch.distributed.new_group(backend=backend)
+    expected = undisturbed(ctx, group)  # first: a message stays behind in the group
+    training = Training(ctx, hang_timeout=30, process_group=group)
+
+    def train():
+        with training.model.join():
+            for number in range(FAULT):
+                training.step(number)
+            if ctx.rank == 1:
+                synchronize()
+                raise Missing("in join")
+            training.step(FAULT)
+
+    begin = time.monotonic()
+    with pytest.raises(Missing if ctx.rank == 1 else CollectiveError) as caught:
+        train()
+    if ctx.rank == 0:
+        assert time.monotonic() - begin < 10
+        assert "announcing a forward in join()" in str(caught.value)
+        assert "Missing: rank 1. Rank 1 gave up: it called reset()" in str(caught.value)
+    assert not told(lambda: training.model.reset(copy_from=1))
+    for number in range(FAULT, STEPS):
+        training.step(number)
+    synchronize()
+    assert same(training.state(), expected)
+
+
+@pytest.mark.parametrize("has_cpu", [True, False])
+def test_a_rank_raises_in_join(fresh, has_cpu):
+    """The host of the other one waits for it: on the CPU, if the group can."""
+    fresh.run(raise_in_join, 2, has_cpu)
+
+
 def share_a_group(ctx):
     """The group is aborted for the first wrapper, and the second one has to know it."""
     first, second = (Training(ctx, hang_timeout=30) for _ in range(2))

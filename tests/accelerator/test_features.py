@@ -45,6 +45,7 @@ def as_cheap_as_torch(ctx, scenario, way):
     # Its races are not ours: `test_torch_ddp` shows them.
     sim.load().drain()
     sim.races()
+    assert min(ours.kernels, theirs.costs.kernels) > 0, "the scenario counts nothing"
     assert ours.kernels <= theirs.costs.kernels
     assert ours.collectives <= theirs.costs.collectives
     assert len(ours.host_waits) <= len(theirs.costs.host_waits), ours.host_waits
@@ -92,6 +93,16 @@ def test_batch_norms_over_all_ranks(ctx, kind, way):
         found, result_of(Run(ctx, DataParallel, "cpu"), on_cpu), strict=True
     ):
         torch.testing.assert_close(mine, cpu, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_training_aside_leaves_the_default_streams_of_all_its_devices(ctx):
+    run = Run(ctx, DataParallel, "sim", "run_aside")
+    devices = [run.device(index) for index in range(2)]
+    before = [*map(torch.accelerator.current_stream, devices)]
+    with run.training():
+        now = [*map(torch.accelerator.current_stream, devices)]
+    assert not set(before) & set(now)
 
 
 @on_ranks(2)

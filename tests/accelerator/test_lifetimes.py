@@ -136,6 +136,21 @@ def test_gradients_of_another_stream_are_copied_in_a_pause(ctx, views):
 
 
 @on_ranks(2)
+def test_gradients_of_another_stream_end_the_first_backward_of_a_static_graph(ctx):
+    """Large ones become views before their bucket is full."""
+    module, side = Sums().to(ctx.device), torch.Stream("sim")
+    module.first = nn.Parameter(torch.ones(20_000, device=ctx.device))
+    nodes = nodes_on(side, module.first)
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    x = torch.ones((), device=ctx.device)
+    with all_memory_reused():
+        ddp(x).backward()
+        take(side, 20_000)
+    del nodes
+
+
+@on_ranks(2)
 def test_a_sum_that_nobody_reads(ctx):
     """One stream starts it, and another one waits for it and drops it."""
     side = torch.Stream("sim")
@@ -215,6 +230,56 @@ def test_a_wrapper_that_dies_after_its_backward(ctx, views, items, unused):
             take(side, 18300, 18000, 300, 1)
             take(side, 6, 3, 1, dtype=torch.float64)
             take(side, 1, dtype=torch.bool)
+
+
+@on_ranks(2)
+def test_a_wrapper_that_dies_with_a_bucket_that_was_not_launched(ctx):
+    """Nobody waits for the stream that has filled it, because one before it is open."""
+    module, side = Heads().to(ctx.device), torch.Stream("sim")
+    here = torch.accelerator.current_stream()
+    nodes = nodes_on(here, *module.parameters())
+    x = torch.ones(4, 20, device=ctx.device)
+    with all_memory_reused():
+        before = sim.allocated()
+        ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=0.001)
+        ddp(x, uses_both=True).sum().backward()
+        side.wait_stream(here)
+        with side:
+            loss = ddp(x, uses_both=False).sum()  # it makes new buckets
+        here.wait_stream(side)
+        loss.record_stream(here)
+        loss.backward()
+        del ddp, loss
+        module.zero_grad()
+        wait_until_freed(before)
+        take(side, 420)
+    del nodes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_a_wrapper_that_dies_with_a_bucket_that_is_not_full(ctx, views):
+    """Its large gradients are copied: as views at once, otherwise in the pause."""
+    module, side = Heads().to(ctx.device), torch.Stream("sim")
+    module.first = nn.Linear(20, 1000).to(ctx.device)
+    here = torch.accelerator.current_stream()
+    nodes = nodes_on(here, *module.parameters())
+    options = {"gradient_as_bucket_view": views}
+    x = torch.ones(4, 20, device=ctx.device)
+    side.wait_stream(here)
+    with all_memory_reused():
+        before = sim.allocated()
+        with side:
+            ddp = DataParallel(module, process_group=ctx.group, **options)
+            loss = ddp(x, uses_both=False).sum()
+        here.wait_stream(side)
+        loss.record_stream(here)
+        loss.backward()
+        del ddp, loss
+        module.zero_grad()
+        wait_until_freed(before)
+        take(side, 21_420)
+    del nodes
 
 
 @on_ranks(2)

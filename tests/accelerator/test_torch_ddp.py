@@ -13,17 +13,11 @@ from tests.accelerator.training import Run, net, result_of
 from tests.support import sim
 from tests.support.ranks import on_ranks
 
-# A wrapper of torch that is made on another stream than it trains on drops its map of
-# unused parameters while that is sent.
-KNOWN = {("find_unused", "wrapped_aside")}
-
 
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["default", "wrapped_aside", "run_aside"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_has_the_bits_of_the_cpu_and_no_race(ctx, name, way):
-    if (name, way) in KNOWN:
-        return
     scenario = partial(with_options, name=name)
     expected = result_of(Run(ctx, DistributedDataParallel, "cpu"), scenario)
     run = Run(ctx, DistributedDataParallel, "sim", way)

@@ -183,6 +183,20 @@ def test_small_messages_are_read_behind_their_collectives(ctx):
 
 
 @on_ranks(2)
+def test_join_reads_the_device_once_in_a_forward_if_its_group_has_no_other(ctx):
+    """Otherwise the ranks tell each other on the CPU (`uneven_inputs`)."""
+    group, found = dist.new_group(backend=sim.BACKEND), []
+    ddp = DataParallel(net().to(ctx.device), process_group=group)
+    with no_races(), ddp.join():
+        for _ in range(3):
+            with sim.costs() as costs:
+                ddp(torch.ones(4, 12, device=ctx.device)).sum().backward()
+            found.append(costs.host_waits)
+    del found[1]  # which rebuilds the buckets
+    assert set(found) == {("a copy to the host",)}
+
+
+@on_ranks(2)
 def test_who_waits_for_a_collective_is_behind_it(ctx):
     communicator = Communicator(ctx.group, 60.0, device=ctx.device)
     x = torch.ones(100, device=ctx.device)

@@ -53,9 +53,11 @@ class Run:
         self.construction = sim.Costs()
         self._nodes: list[Any] = []
         self._wrappers: list[Any] = []  # live until the device is done with them
+        self._indices: set[int] = set()  # of the devices that are in use
 
     def device(self, index: int = 0) -> torch.device:
         """Return a device; on the CPU there is one."""
+        self._indices.add(index)
         return torch.device(self.kind, index) if self.on_device else torch.device("cpu")
 
     def batch(self, step: int, *shape: int) -> torch.Tensor:
@@ -66,18 +68,26 @@ class Run:
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
         """Wrap a module of the device, in the way of this run."""
-        if self.way == "mixed_nodes":
-            self._make_nodes(module)
-        with self._aside(self.way == "wrapped_aside"), self.count(self.construction):
-            options = {"process_group": self.ctx.group} | options
+        options = {"process_group": self.ctx.group} | options
+        with self.wrapping(module):
             model = self.wrapper(module, **options)
         self._wrappers.append(model)
         return model
 
+    @contextlib.contextmanager
+    def wrapping(self, module: nn.Module) -> Iterator[None]:
+        """Let the block wrap a module of the device, in the way of this run."""
+        if self.way == "mixed_nodes":
+            self._make_nodes(module)
+        with self._aside(self.way == "wrapped_aside"), self.count(self.construction):
+            yield
+
     def _make_nodes(self, module: nn.Module) -> None:
-        sides = [torch.Stream(self.kind) for _ in range(2)]
-        for index, param in enumerate(module.parameters()):
-            with sides[index % 2]:
+        trained = [param for param in module.parameters() if param.requires_grad]
+        devices = {param.device for param in trained}
+        sides = {device: [torch.Stream(device) for _ in range(2)] for device in devices}
+        for index, param in enumerate(trained):
+            with sides[param.device][index % 2]:
                 node = torch.autograd.graph.get_gradient_edge(param).node
             self._nodes.append(node)  # or it is made again
 
@@ -90,11 +100,15 @@ class Run:
         if not is_aside:
             yield
             return
-        here, side = torch.accelerator.current_stream(), torch.Stream(self.kind)
-        side.wait_stream(here)
-        with side:
+        with contextlib.ExitStack() as stack:
+            # Device 0 comes last: to enter a stream selects its device, too.
+            for index in sorted(self._indices | {0}, reverse=True):
+                here = torch.accelerator.current_stream(index)
+                side = torch.Stream(self.device(index))
+                side.wait_stream(here)
+                stack.callback(here.wait_stream, side)
+                stack.enter_context(side)
             yield
-        here.wait_stream(side)
 
     @contextlib.contextmanager
     def count(self, costs: sim.Costs) -> Iterator[None]:
