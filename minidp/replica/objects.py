@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
@@ -50,7 +51,8 @@ class Survey:
         """Return objects that hold an optimizer, and have a ``step`` method.
 
         They may be learning rate schedulers of the user's own, of any class. Those of
-        torch and of minidp are left out.
+        torch and of minidp are left out, and objects that hold a module, too. These are
+        trainers, whose counts tell nothing of the next step.
         """
         holders = gc.get_referrers(optimizer)
         owners = (gc.get_referrers(each) for each in holders if type(each) is dict)
@@ -73,4 +75,7 @@ def _steps(holder: object, optimizer: Optimizer) -> bool:
         attributes = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return False
-    return any(value is optimizer for value in attributes.values())
+    values = attributes.values()
+    return any(each is optimizer for each in values) and not any(
+        issubclass(type(each), torch.nn.Module) for each in values
+    )

@@ -58,8 +58,8 @@ class OptimizerFacts(NamedTuple):
     steppers: Mapping[str, list[int]]
     # The attributes of its own that an optimizer of another class has, as text.
     attributes: str
-    # Names of what its next step may depend on and cannot be compared: the class, if it
-    # has attributes of unknown kinds, or hooks of the user in its step.
+    # Names of what its next step may depend on and cannot be compared: another class,
+    # if it has a state or attributes of unknown kinds; hooks of the user in its step.
     hidden: Sequence[str]
     last_step: Sequence[int]  # when that was, in increasing order; empty: never
 
@@ -124,7 +124,7 @@ def facts_of(
     if not is_known:
         own = _own_attributes(optimizer)
         attributes = _text(own)
-        hidden += [name] if _is_opaque(_plain(own, [])) else []
+        hidden += [name] if has_state or _is_opaque(_plain(own, [])) else []
     if _has_hooks(optimizer):
         hidden.append(f"hooks in the step of {name}")
     return OptimizerFacts(
