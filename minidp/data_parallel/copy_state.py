@@ -211,9 +211,15 @@ def _stand(
         _sums(frozen),
         _sums(buffers),
         facts,
-        scalers.scales_of(survey),
+        scalers.scales_of(survey, _wrapped(ddp)),
         {} if hook is None else hook.counts,
     )
+
+
+def _wrapped(ddp: DataParallel) -> list[torch.Tensor]:
+    """Return the parameters of all live wrappers of this process."""
+    guards = [ddp._guard, *ddp._guard.others()]
+    return [param for guard in guards for param in guard.reducer.params]
 
 
 def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -258,7 +264,7 @@ def _copy_optimizers(
         *optimizers.copy_optimizers(copied, params, ddp.process_group, root, survey)
     }
     scales = [each.scales for each in found.standings]
-    if scalers.can_copy_scales(scales):
+    if scalers.can_copy_scales(scales) and sender.scales:
         scalers.set_scale(survey, *sender.scales)
     if reducer.queue.averaging.comm_hook is not None:
         reducer.queue.averaging.comm_hook.count_as(sender.hook)

@@ -346,8 +346,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             items.watch(self._reducer, output, will_reduce=will_reduce)
             self._reducer.ledger.note_forward(synchronising=will_reduce)
             self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
-            if self._reducer.mode.copies_outputs and self._ddp_sink_clone:
-                return copied_outputs(output)
+        if self._reducer.mode.copies_outputs and self._ddp_sink_clone:
+            return copied_outputs(output)
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -79,3 +79,10 @@ def _steps(holder: object, optimizer: Optimizer) -> bool:
     return any(each is optimizer for each in values) and not any(
         issubclass(type(each), torch.nn.Module) for each in values
     )
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters that an optimizer holds."""
+    # An optimizer whose constructor has not run to its end has no groups.
+    groups = vars(optimizer).get("param_groups", ())
+    return {id(param) for group in groups for param in group["params"]}

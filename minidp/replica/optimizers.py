@@ -20,6 +20,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from minidp.comm import (
 )
 
 from .digest import sum_of_bits
-from .objects import Survey
+from .objects import Survey, held_by
 from .schedulers import by_path, find_schedulers, progress_of, set_state, state_of
 
 # Attributes of an optimizer of torch, and those that a scheduler sets in it.
@@ -67,7 +68,7 @@ class OptimizerFacts(NamedTuple):
 def find_optimizers(params: Iterable[torch.Tensor], survey: Survey) -> list[Optimizer]:
     """Return all optimizers of this process that hold some of ``params``."""
     ids = {id(param) for param in params}
-    return [each for each in survey.of(Optimizer) if _held(each) & ids]
+    return [each for each in survey.of(Optimizer) if held_by(each) & ids]
 
 
 def by_key(
@@ -91,7 +92,7 @@ def by_key(
     }
     found: dict[str, list[Optimizer]] = {}
     for optimizer in every:
-        held = sorted(index[each] for each in _held(optimizer) & index.keys())
+        held = sorted(index[each] for each in held_by(optimizer) & index.keys())
         if id(optimizer) in inner or not held:
             continue
         digest = hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
@@ -150,10 +151,9 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _has_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks run in an optimizer's step that are not minidp's."""
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-    ]
+    # A class whose constructor does not call that of Optimizer has none of them.
+    named = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [hook for n in named for hook in vars(optimizer).get(n, {}).values()]
     return any(
         not getattr(hook, "__module__", "").startswith("minidp.") for hook in hooks
     )
@@ -201,7 +201,7 @@ def copy_optimizers(
     mine = json.dumps(plan).encode() if group.rank() == root else b""
     plan = json.loads(gather_bytes(mine, group, device)[root])
     names = {key: type(alike[0]).__name__ for key, alike in optimizers.items()}
-    lost = {names[key] for key, whole in plan.items() if _is_opaque(whole)}
+    lost = {name for key, whole in plan.items() for name in _lost(names[key], whole)}
     if group.rank() == root:
         broadcast_coalesced(tensors, group, root)
         return sorted(lost)
@@ -235,6 +235,20 @@ def _plan_of(
             path: _plain(state_of(each), tensors) for path, each in schedulers.items()
         },
     }
+
+
+def _lost(name: str, sent: Mapping[str, Any]) -> list[str]:
+    """Return the names of an optimizer and of its schedulers that were not sent whole.
+
+    A value that is no plain data stays what it is on each rank.
+    """
+    schedulers = [
+        path.rpartition(".")[2]
+        for path, plain in sent["schedulers"].items()
+        if _is_opaque(plain)
+    ]
+    own = [sent["state"], [group["settings"] for group in sent["groups"]]]
+    return [*schedulers, *([name] if _is_opaque(own) else [])]
 
 
 class _Received:
@@ -322,12 +336,6 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _held(optimizer: Optimizer) -> set[int]:
-    # An optimizer whose constructor has not run to its end has no groups.
-    groups = vars(optimizer).get("param_groups", ())
-    return {id(param) for group in groups for param in group["params"]}
-
-
 class _Group(NamedTuple):
     """A group of an optimizer, without what differs between equal replicas."""
 
@@ -363,21 +371,32 @@ def _without_floats(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in state.items() if not isinstance(v, float)}
 
 
-def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as plain data, and append its tensors to ``tensors``, in order."""
+def _plain(
+    value: Any, tensors: list[torch.Tensor], inside: tuple[int, ...] = ()
+) -> Any:
+    """Return a value as plain data, and append its tensors to ``tensors``, in order.
+
+    A value that is ``inside`` itself, given by ids, has an end there.
+    """
+    if id(value) in inside:
+        return _OPAQUE
+    inside = (*inside, id(value)) if isinstance(value, dict | list | tuple) else inside
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        if value.layout is not torch.strided or value.is_quantized:
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return _OPAQUE
         tensors.append(value)
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": dtype, "shape": [*value.shape], "is_cpu": value.is_cpu}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {k: _plain(v, tensors) for k, v in sorted(value.items())}}
+        items = sorted(value.items())
+        return {"dict": {key: _plain(v, tensors, inside) for key, v in items}}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_plain(each, tensors) for each in value]}
+        return {kind: [_plain(each, tensors, inside) for each in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
+    if isinstance(value, Real):  # of numpy, say
+        return {"value": int(value) if isinstance(value, Integral) else float(value)}
     return _OPAQUE
 
 
@@ -407,7 +426,11 @@ def _made(
         }
     for kind in (list, tuple):
         if kind.__name__ in plain:
-            return kind(_made(e, None, param, tensors) for e in plain[kind.__name__])
+            items = plain[kind.__name__]
+            fits = isinstance(old, kind) and len(old) == len(items)
+            olds = old if fits else [None] * len(items)
+            pairs = zip(items, olds, strict=True)
+            return kind(_made(item, before, param, tensors) for item, before in pairs)
     shape, dtype = torch.Size(plain["shape"]), getattr(torch, plain["tensor"])
     device = torch.device("cpu") if plain["is_cpu"] else param.device
     fits = isinstance(old, torch.Tensor) and old.shape == shape and old.dtype is dtype

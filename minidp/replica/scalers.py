@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from .objects import Survey
+from .objects import Survey, held_by
 
 Scale = tuple[float, int]  # the scale, and how many steps it has been right for
 
 
-def scales_of(survey: Survey) -> list[Scale]:
-    """Return the scales of this process's scalers, sorted."""
-    return sorted(
+def scales_of(survey: Survey, wrapped: Iterable[Tensor]) -> list[Scale] | None:
+    """Return the scales of this process's scalers, sorted.
+
+    A scaler does not know its optimizers between two steps. If some optimizer holds
+    none of the ``wrapped`` parameters, it may be that one's, and each rank may have its
+    own of it. Then the answer is None, if there is any scaler.
+    """
+    found = sorted(
         (scaler.get_scale(), scaler._get_growth_tracker()) for scaler in _used(survey)
     )
+    if not found:
+        return []
+    ours = {id(param) for param in wrapped}
+    is_sure = all(held & ours for held in map(held_by, survey.of(Optimizer)) if held)
+    return found if is_sure else None
 
 
 def set_scale(survey: Survey, scale: Scale) -> None:
@@ -31,9 +42,9 @@ def set_scale(survey: Survey, scale: Scale) -> None:
     scaler.load_state_dict(own | {"scale": scale[0], "_growth_tracker": scale[1]})
 
 
-def can_copy_scales(of_ranks: Iterable[Sequence[Scale]]) -> bool:
+def can_copy_scales(of_ranks: Iterable[Sequence[Scale] | None]) -> bool:
     """Return whether each rank has one scaler, so that they must be the same one."""
-    return all(len(each) == 1 for each in of_ranks)
+    return all(each is not None and len(each) == 1 for each in of_ranks)
 
 
 def scale_anew(optimizers: Iterable[Optimizer], survey: Survey) -> None:
@@ -43,6 +54,8 @@ def scale_anew(optimizers: Iterable[Optimizer], survey: Survey) -> None:
     ``step()`` raises in between, it would not unscale those of the next backward.
     """
     for scaler in survey.of(GradScaler):
+        if not scaler.is_enabled():
+            continue
         for optimizer in optimizers:
             scaler._per_optimizer_states.pop(id(optimizer), None)
 

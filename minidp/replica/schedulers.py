@@ -67,7 +67,7 @@ def progress_of(schedulers: Iterable[object]) -> dict[str, list[int]]:
 def _progress(scheduler: object) -> int:
     """Return ``last_epoch``, or whatever else a class that does not have it counts."""
     state = vars(scheduler)
-    if "last_epoch" in state:
+    if isinstance(state.get("last_epoch"), int):
         return int(state["last_epoch"])
     return sum(value for value in state.values() if type(value) is int)
 

@@ -31,7 +31,7 @@ class Standing(NamedTuple):
     frozen: Mapping[str, int]
     buffers: Mapping[str, int]  # those that no forward broadcasts
     optimizers: Mapping[str, list[OptimizerFacts]]  # by key, see `optimizers.by_key`
-    scales: list[Scale]  # of losses, see `scalers.scales_of`
+    scales: list[Scale] | None  # of losses, see `scalers.scales_of`
     hook: Mapping[str, int]  # what the comm hook's state counts, see `CommHook.counts`
 
     def to_bytes(self) -> bytes:
@@ -46,8 +46,10 @@ def from_bytes(text: bytes) -> Standing:
         key: [OptimizerFacts(*each) for each in alike]
         for key, alike in found.optimizers.items()
     }
-    scales = [(scale, steps) for scale, steps in found.scales]
-    return found._replace(optimizers=facts, scales=scales)
+    if found.scales is not None:
+        scales = [(scale, steps) for scale, steps in found.scales]
+        found = found._replace(scales=scales)
+    return found._replace(optimizers=facts)
 
 
 def exchange(
@@ -89,8 +91,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
             texts.append(f"{kind} {shortened([*found], _SHOWN)} on {_odd_ranks(found)}")
     shared, of_optimizers, left = _compare_optimizers([s.optimizers for s in standings])
     texts += [text for each in of_optimizers for text in each.texts]
-    scales = [s.scales for s in standings]
-    if are_apart(scales):
+    scales = [s.scales or [] for s in standings]
+    has_doubtful_scale = any(s.scales is None for s in standings)
+    if not has_doubtful_scale and are_apart(scales):
         said = [" and ".join(f"{s:g}, right for {n}" for s, n in row) for row in scales]
         texts.append(f"scale of GradScaler ({_on_ranks([s or 'none' for s in said])})")
         left += [] if can_copy_scales(scales) else ["a GradScaler"]
@@ -99,7 +102,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
-    if missed and (texts or any(each.doubts for each in of_optimizers)):
+    left += ["a GradScaler"] if missed and has_doubtful_scale else []
+    may_hide = has_doubtful_scale or any(each.doubts for each in of_optimizers)
+    if missed and (texts or may_hide):
         texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
     # Running statistics that no forward broadcasts differ in every healthy training. So
     # they are told only beside another difference.

@@ -139,6 +139,17 @@ def test_outputs_that_are_changed_in_place(ctx, wrap, kind, option):
 
 
 @as_in_torch(2)
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_an_input_with_a_graph_that_is_returned_without_grad_mode(ctx, wrap, option):
+    """The copy has no graph."""
+    ddp = wrap(Recurrent(lambda y: y), **{option: True})
+    ddp.module.forward = lambda x: x  # type: ignore[method-assign]
+    x = torch.ones(1, 2, requires_grad=True) * 2
+    with torch.no_grad():
+        return [ddp(x).requires_grad]
+
+
+@as_in_torch(2)
 def test_outputs_are_not_copied_if_torch_is_told_so(ctx, wrap):
     ddp = wrap(Recurrent(lambda y: y), find_unused_parameters=True)
     ddp._set_ddp_sink_clone(False)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -332,6 +334,90 @@ def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
     return [optimizer.param_groups[0]["lr"], *state_of(ddp, optimizer)]
 
 
+class Table:
+    """A function for a `LambdaLR` with attributes that are no plain data."""
+
+    def __init__(self):
+        self.calls, self.function, self.factors = 0, math.sqrt, {0: [1.0]}
+
+    def __call__(self, _epoch):
+        self.calls += 1
+        return self.function(self.factors[0][0] / self.calls)
+
+
+@on_ranks(2)
+def test_what_a_scheduler_cannot_send_stays(ctx):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, Table())
+    missed(ctx, ddp, optimizer)
+    if ctx.rank == 0:
+        scheduler.step()
+    (text,) = told(lambda: ddp.reset(copy_from=0))
+    assert "cannot copy the state of LambdaLR." in text
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+        scheduler.step()
+    return state_of(ddp, optimizer), scheduler.get_last_lr()
+
+
+class Trainer:
+    """Steps an optimizer; what it counts is no number yet."""
+
+    def __init__(self, optimizer, last_epoch):
+        self.optimizer, self.last_epoch = optimizer, last_epoch
+
+    def step(self):
+        self.optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copies", [False, True])
+def test_objects_of_any_kind_may_step_an_optimizer(ctx, copies):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    trainers = [Trainer(optimizer, each) for each in (None, "ckpt", 3.5)]
+    missed(ctx, ddp, optimizer)
+    texts = told(lambda: ddp.reset(copy_from=0 if copies else None))
+    assert len(texts) == (not copies)
+    del trainers
+
+
+class Bare(torch.optim.Optimizer):
+    """Around another optimizer, without what the constructor of its class makes."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_optimizer_may_have_attributes_of_any_kind(ctx, copies):
+    ddp = wrapped(ctx, made())
+    optimizer = Silent(ddp.parameters(), lr=0.1)
+    optimizer.note = [torch.ones(2, device="meta")]
+    optimizer.note.append(optimizer.note)
+    bare = Bare(optimizer)
+    missed(ctx, ddp, optimizer)
+    (text, *_) = told(lambda: ddp.reset(copy_from=0 if copies else None))
+    assert ctx.rank or ("cannot copy" if copies else "different parameters") in text
+    del bare
+
+
+@on_ranks(2)
+def test_a_rate_of_numpy_is_a_number(ctx):
+    ddp = wrapped(ctx, made())
+    rate = numpy.float32(0.1 if ctx.rank else 0.2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
+    (text,) = told(lambda: [step(ctx, ddp, optimizer), ddp.reset()])
+    assert ctx.rank or "settings of SGD (learning rate ...) on rank 1" in text
+    assert not told(lambda: ddp.reset(copy_from=0))
+    return optimizer.param_groups[0]["lr"]
+
+
 @on_ranks(2, fresh={})
 def test_what_is_frozen_is_found(ctx):
     """Trainers do so, to keep Python's collector from looking at all objects."""
@@ -597,6 +683,38 @@ def test_a_loss_scale_is_compared_and_copied(ctx, overflows):
     assert scaler.get_scale() == 65536.0
     assert not told(ddp.reset)
     return scaler.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_disabled_scaler_is_none(ctx, copies):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(ddp(torch.ones(3, 4)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not told(lambda: ddp.reset(copy_from=0 if copies else None))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("misses", [False, True])
+def test_a_scaler_may_be_of_a_model_that_each_rank_has_of_its_own(ctx, misses):
+    ddp = wrapped(ctx, made())
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    helper = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.update(8.0 + ctx.rank)
+    step(ctx, ddp, optimizer)
+    assert not told(ddp.reset)
+    if misses:
+        missed(ctx, ddp, optimizer)
+    texts = told(lambda: ddp.reset(copy_from=0))
+    named = ["cannot copy the state of a GradScaler." in text for text in texts]
+    assert named == [True] * misses
+    assert scaler.get_scale() == 8.0 + ctx.rank
+    del helper
 
 
 @on_ranks(2)
