@@ -285,10 +285,9 @@ class Call {
       results.push_back(changed(value, c10::kCPU, [&](const at::Tensor& tensor) {
         auto result = empty_on(device_, tensor);
         launch(
-            current_stream(device_),
-            name_,
-            {range_of(result, true)},
-            [to = Alias(result), tensor] { to.on_cpu().copy_(tensor); });
+            current_stream(device_), name_, {range_of(result, true)}, [to = Alias(result), tensor] {
+              to.on_cpu().copy_(tensor);
+            });
         return result;
       }));
     return results;
