@@ -17,6 +17,7 @@ in a list beside it (`_plain`); the receiver turns it into values again (`_made`
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,8 +39,6 @@ from .digest import sum_of_bits
 from .objects import Survey, held_by
 from .schedulers import by_path, find_schedulers, progress_of, set_state, state_of
 
-# Attributes of an optimizer of torch, and those that a scheduler sets in it.
-_USUAL = {*vars(torch.optim.SGD([torch.zeros(1)])), "step", "_opt_called"}
 _OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
 
 
@@ -145,8 +144,14 @@ def facts_of(
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return what a class has beside what those of torch and schedulers set."""
-    own = vars(optimizer).items()
-    return {name: value for name, value in own if name not in _USUAL}
+    usual, own = _usual_attributes(), vars(optimizer).items()
+    return {name: value for name, value in own if name not in usual}
+
+
+@functools.cache  # not when this is imported: torch would load its compiler
+def _usual_attributes() -> frozenset[str]:
+    made_by_torch = vars(torch.optim.SGD([torch.zeros(1)]))
+    return frozenset({*made_by_torch, "step", "_opt_called"})
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
