@@ -8,7 +8,6 @@ A destructor lets the other thread run, which then leaves frames that are looked
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -31,25 +30,35 @@ def deep(depth: int) -> int:
     return deep(depth - 1) if depth else 0
 
 
-def look(thread: int) -> None:
+def look(thread: int, is_over: threading.Event) -> None:
     """Describe the other thread again and again."""
-    while True:
+    while not is_over.is_set():
         for _ in range(3):
             Garbage()
         rank_status.place_of(thread)
 
 
 def main() -> None:
-    """Run for some seconds, and end without waiting for the other thread."""
+    """Run for some seconds, and end both threads before the process ends.
+
+    Whatever measures coverage writes its data at the end, and must not be under
+    pressure then, or it may never end.
+    """
     rank_status._is_library = lambda _frame: True  # walk over all frames
+    usual, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(2, 1, 1)
     sys.setswitchinterval(1e-6)
-    watched = threading.get_ident()
-    threading.Thread(target=look, args=(watched,), daemon=True).start()
+    is_over = threading.Event()
+    arguments = (threading.get_ident(), is_over)
+    looking = threading.Thread(target=look, args=arguments)
+    looking.start()
     until = time.monotonic() + float(sys.argv[1])
     while time.monotonic() < until:
         deep(400)
-    os._exit(0)
+    is_over.set()
+    gc.set_threshold(*usual)
+    sys.setswitchinterval(interval)
+    looking.join()
 
 
 if __name__ == "__main__":
