@@ -613,21 +613,29 @@ class Communicator:
             TimeoutError: The limit is over, and `extend` does not move it, or another
                 rank has given up. The group is kept for good if the work still runs. A
                 `watching` block makes a `CollectiveError` of this.
+            RuntimeError: The collective has failed, whatever it raises: a future of the
+                user, or a group written in Python, may raise anything.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
-        with waiting():
-            if self.limit is None or not is_timed:
-                return self._wait_on_device(work) if self.is_on_device else work.wait()
-            if is_done_within(work, FIRST_SLICE_SECONDS):
-                return work.wait()
-            _answer_questions()  # whoever has asked waits, and so do all others
-            if is_done_within(work, SLICE_SECONDS - FIRST_SLICE_SECONDS):
-                return work.wait()
-            self.is_late = True
-            try:
-                return self._wait_long(self._in_flight(work))
-            finally:
-                self.is_late = False
+        try:
+            with waiting():
+                if self.limit is None or not is_timed:
+                    on_device = self.is_on_device
+                    return self._wait_on_device(work) if on_device else work.wait()
+                if is_done_within(work, FIRST_SLICE_SECONDS):
+                    return work.wait()
+                _answer_questions()  # whoever has asked waits, and so do all others
+                if is_done_within(work, SLICE_SECONDS - FIRST_SLICE_SECONDS):
+                    return work.wait()
+                self.is_late = True
+                try:
+                    return self._wait_long(self._in_flight(work))
+                finally:
+                    self.is_late = False
+        except _OF_COLLECTIVES:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _wait_long(self, late: InFlight) -> Any:
         """Go on waiting after a first slice, and return the result."""
