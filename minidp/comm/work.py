@@ -119,8 +119,7 @@ class PythonWork:
         brings None or the tensor itself.
 
         Raises:
-            RuntimeError: The future brings anything but a tensor, so that the
-                collective has failed.
+            TypeError: The future brings anything but a tensor.
         """
         own = getattr(type(self._work), "wait", None)
         # A Python subclass that inherits torch's ``wait`` is never woken up.
@@ -135,7 +134,7 @@ class PythonWork:
         if self._result is None or value is None or value is self._result:
             return
         if not isinstance(value, torch.Tensor):
-            raise RuntimeError(
+            raise TypeError(
                 "The future of an all-reduce must bring a tensor, a list of one tensor,"
                 f" or None, but this process group's brought {type(value).__name__}."
             )
@@ -187,7 +186,6 @@ class HostWork:
     can_time_out = True
 
     def __init__(self, work: Work) -> None:
-        self._work = work
         self.get_future = work.get_future
         self.is_completed = work.is_completed
         self.wait = work.wait

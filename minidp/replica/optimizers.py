@@ -37,7 +37,14 @@ from minidp.comm import (
 
 from .digest import sum_of_bits
 from .objects import Survey, held_by
-from .schedulers import by_path, find_schedulers, progress_of, set_state, state_of
+from .schedulers import (
+    by_path,
+    class_of,
+    find_schedulers,
+    progress_of,
+    set_state,
+    state_of,
+)
 
 _OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
 
@@ -247,11 +254,8 @@ def _lost(name: str, sent: Mapping[str, Any]) -> list[str]:
 
     A value that is no plain data stays what it is on each rank.
     """
-    schedulers = [
-        path.rpartition(".")[2]
-        for path, plain in sent["schedulers"].items()
-        if _is_opaque(plain)
-    ]
+    progress = sent["schedulers"].items()
+    schedulers = [class_of(path) for path, plain in progress if _is_opaque(plain)]
     own = [sent["state"], [group["settings"] for group in sent["groups"]]]
     return [*schedulers, *([name] if _is_opaque(own) else [])]
 
@@ -259,9 +263,10 @@ def _lost(name: str, sent: Mapping[str, Any]) -> list[str]:
 class _Received:
     """What a rank gets for its optimizers of one key, which are all alike.
 
-    The constructor writes everything to the first of them, and leaves in ``tensors``,
-    in the order of the sender, what is still to be filled. Then `finish` copies from
-    there what is needed more than once.
+    The constructor makes all values, with the first of these optimizers in mind, whose
+    tensors are used again where they fit. Those in ``tensors``, which are in the order
+    of the sender, are still to be filled. Then `finish` writes the values to all of
+    these optimizers.
     """
 
     def __init__(
@@ -284,15 +289,13 @@ class _Received:
             plain = sent["state"][param_name]
             self._state[param] = _made(plain, old, param, self.tensors)
         own = _groups_of(first, params)
-        self._groups: list[tuple[list[str], dict[str, Any]]] = []
+        own_names = [group.names for group in own]
+        self._names = [group["names"] for group in sent["groups"]]
+        self._settings: list[dict[str, Any]] = []
         for place, group in enumerate(sent["groups"]):
-            fitting = [each for each in own if {*each.names} & {*group["names"]}]
-            here = own[place : place + 1]
-            if here and here[0].names == group["names"]:
-                fitting = here
-            old = fitting[0].settings if fitting else {}
-            made = _made(group["settings"], old, some, self.tensors)
-            self._groups.append((group["names"], made))
+            fitting = _fitting(group["names"], place, own_names)
+            old = own[fitting[0]].settings if fitting else {}
+            self._settings.append(_made(group["settings"], old, some, self.tensors))
         self._progress: dict[str, Any] = {}
         for path, plain in sent["schedulers"].items():
             mine = schedulers[first].get(path)
@@ -321,20 +324,31 @@ class _Received:
 
         A group without parameters of ours gets those of the group at its place.
         """
-        is_used: set[int] = set()
+        used: set[int] = set()
         for place, group in enumerate(_groups_of(optimizer, self._params)):
-            names = {*group.names}
-            here = self._groups[place : place + 1]
-            fitting = [made for made in self._groups if names & {*made[0]}]
-            if here and {*here[0][0]} == names:
-                fitting = here
+            fitting = _fitting(group.names, place, self._names)
             if not fitting:
                 continue
-            number = self._groups.index(fitting[0])
-            made = fitting[0][1]
-            self.is_incomplete |= any(_text(each) != _text(made) for _, each in fitting)
-            group.update(copy.deepcopy(made) if number in is_used else of_own(made))
-            is_used.add(number)
+            number, made = fitting[0], self._settings[fitting[0]]
+            texts = {_text(self._settings[each]) for each in fitting}
+            self.is_incomplete |= len(texts) > 1
+            group.update(copy.deepcopy(made) if number in used else of_own(made))
+            used.add(number)
+
+
+def _fitting(
+    names: Sequence[str], place: int, others: Sequence[Sequence[str]]
+) -> list[int]:
+    """Return which groups of another rank fit to one: by parameters, or by place.
+
+    Args:
+        names: The names of its parameters, sorted.
+        place: Its place.
+        others: The names in the other groups, likewise.
+    """
+    if place < len(others) and others[place] == names:
+        return [place]
+    return [number for number, each in enumerate(others) if {*names} & {*each}]
 
 
 def _itself(value: Any) -> Any:

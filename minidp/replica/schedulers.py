@@ -84,6 +84,11 @@ def can_copy_scheduler(path: str, progress: Iterable[list[int]]) -> bool:
     return path.startswith("torch.optim.") and all(len(each) == 1 for each in progress)
 
 
+def class_of(path: str) -> str:
+    """Return the name of a class whose path is given."""
+    return path.rpartition(".")[2]
+
+
 def by_path(schedulers: Iterable[LRScheduler]) -> dict[str, LRScheduler]:
     """Return, by path of the class, those that `can_copy_scheduler` allows here."""
     of_class: dict[str, list[LRScheduler]] = defaultdict(list)

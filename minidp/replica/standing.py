@@ -19,7 +19,7 @@ from minidp.errors import shortened
 
 from .optimizers import OptimizerFacts
 from .scalers import Scale, can_copy_scales
-from .schedulers import are_apart, can_copy_scheduler
+from .schedulers import are_apart, can_copy_scheduler, class_of
 
 _SHOWN = 3  # names of one kind that a text shows
 
@@ -100,9 +100,9 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     for name, row in _differing([s.hook for s in standings]).items():
         texts.append(f"{name} of the comm hook's state ({_on_ranks(row)})")
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
+    left += ["a GradScaler"] if missed and has_doubtful_scale else []
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
-    left += ["a GradScaler"] if missed and has_doubtful_scale else []
     may_hide = has_doubtful_scale or any(each.doubts for each in of_optimizers)
     if missed and (texts or may_hide):
         texts.append(f"numbers of optimizer steps since ranks agreed ({missed})")
@@ -124,7 +124,8 @@ class _OfOptimizer(NamedTuple):
     texts: list[str]
     steps: str  # how many it made on each rank, if not equally many
     left: list[str]  # names of classes, its own or schedulers', which cannot be copied
-    # Its next step may depend on what is not known to be equal, or names of that.
+    # Names of what its next step may depend on, and of which nobody knows that it is
+    # equal on all ranks: a class, or hooks in its step.
     doubts: list[str]
 
 
@@ -173,14 +174,14 @@ def _compare_optimizer(facts: Sequence[OptimizerFacts]) -> _OfOptimizer:
             f"state of {name} for {shortened([*state], _SHOWN)} on {_odd_ranks(state)}"
         )
     for path, row in _differing([each.schedulers for each in facts]).items():
-        progress, scheduler = [each or [] for each in row], _class_of(path)
+        progress, scheduler = [each or [] for each in row], class_of(path)
         if not (is_known and can_copy_scheduler(path, progress)):
             left.append(scheduler)
         if are_apart(progress):
             epochs = [" and ".join(map(str, each)) or "none" for each in progress]
             texts.append(f"last_epoch of {scheduler} ({_on_ranks(epochs)})")
     others = _differing([each.steppers for each in facts])
-    return _OfOptimizer(texts, missed, left, [*map(_class_of, others), *_doubts(facts)])
+    return _OfOptimizer(texts, missed, left, [*map(class_of, others), *_doubts(facts)])
 
 
 def _doubts(facts: Sequence[OptimizerFacts]) -> list[str]:
@@ -188,10 +189,6 @@ def _doubts(facts: Sequence[OptimizerFacts]) -> list[str]:
     are_equal = len({each.attributes for each in facts}) == 1
     unknown = [name for each in facts for name in each.hidden]
     return unknown if are_equal else [facts[0].name, *unknown]
-
-
-def _class_of(path: str) -> str:
-    return path.rpartition(".")[2]
 
 
 def _compare_alike(of_ranks: Sequence[_Alike]) -> _OfOptimizer:
