@@ -96,22 +96,22 @@ struct Health {
 };
 
 // The tensors of a collective. As NCCL's group, ours keeps them until a stream waits for the
-// collective, or until it is over, whatever comes first.
+// collective, or until it is over, whatever comes first. Who comes second finds them gone: it
+// waits while the other one still lets go of them.
 class Held {
  public:
   explicit Held(Tensors tensors) : tensors_(std::move(tensors)) {}
   void let_go() {
-    take();
+    std::lock_guard<std::mutex> lock(mutex_);
+    tensors_.clear();
   }
   void let_go_at_end(const Clock& end) {
-    for (const auto& tensor : take()) mark_safe_to_free(tensor.const_data_ptr(), end);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& tensor : tensors_) mark_safe_to_free(tensor.const_data_ptr(), end);
+    tensors_.clear();
   }
 
  private:
-  Tensors take() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(tensors_, {});
-  }
   std::mutex mutex_;
   Tensors tensors_;
 };
