@@ -48,7 +48,7 @@ class NonFiniteGradientError(GradientError):
 
 
 class ItemCountError(MiniDPError):
-    """The ranks' counts of items give no mean (``average_over="items"``)."""
+    """The ranks' counts of items give no mean, or nothing averages over items."""
 
 
 class UnsyncedGradientsError(MiniDPError):

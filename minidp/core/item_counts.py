@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from minidp.accelerator import After, Download, on_side_stream, use_here
 from minidp.comm import Communicator
+from minidp.errors import ItemCountError, explain
 
 from .autograd import untraced
 from .exchange import Exchange
@@ -157,15 +158,17 @@ class ItemCounts(Observer):
 
         Raises:
             TypeError: An argument is no real number.
-            RuntimeError: This rank's counts were sent already, and the backward that
+            ItemCountError: This rank's counts were sent already, and the backward that
                 sent them still runs.
         """
         if self.exchange.is_open:
-            raise RuntimeError(
-                f"[rank {self._communicator.rank}] Items are counted after this step's "
-                "counts were sent. What to do: count all items of a step before its "
-                "first synchronised backward(); after one that failed, call reset() on "
-                "all ranks."
+            raise ItemCountError(
+                explain(
+                    self._communicator.rank,
+                    "Items are counted after this step's counts were sent.",
+                    remedy="count all items of a step before its first synchronised "
+                    "backward(); after one that failed, call reset() on all ranks",
+                )
             )
         n = number_of("The number of items", count)
         if loss is not None:

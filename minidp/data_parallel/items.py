@@ -28,7 +28,7 @@ from minidp.core import (
     weighted,
     zeros_for,
 )
-from minidp.errors import UnavailableError, explain
+from minidp.errors import ItemCountError, MiniDPError, UnavailableError, explain
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -58,8 +58,8 @@ def count_items(  # noqa: D417 -- self: a method
             only read.
 
     Raises:
-        RuntimeError: The model averages over ranks, or the counts of this step are on
-            their way already.
+        ItemCountError: The model averages over ranks, or the counts of this step are
+            on their way already.
         TypeError: ``n`` or ``loss`` is no real number.
     """
     counts = _counts(self, "count_items")
@@ -88,7 +88,7 @@ def weigh_loss(  # noqa: D417 -- self: a method
         The tensor ``loss * n``; under ``no_grad()`` the loss itself.
 
     Raises:
-        RuntimeError, TypeError: As `count_items` raises them.
+        ItemCountError, TypeError: As `count_items` raises them.
     """
     counts = _counts(self, "weigh_loss")
     if not torch.is_grad_enabled():
@@ -176,13 +176,17 @@ def _clean_grads_of(node: Node, items: ItemCounts) -> None:
 
 
 def _counts(
-    ddp: DataParallel, name: str, kind: type[RuntimeError] = RuntimeError
+    ddp: DataParallel, name: str, kind: type[MiniDPError] = ItemCountError
 ) -> ItemCounts:
     """Return the counts of a wrapper, or raise an error of this kind without any."""
     items = ddp._reducer.queue.averaging.items
     if items is None:
         raise kind(
-            f"{name} is for averages over items, and this model averages over ranks. "
-            f"What to do: {passing(average_over='items')}, on all ranks."
+            explain(
+                ddp._reducer.rank,
+                f"{name} is for averages over items, and this model averages over "
+                "ranks.",
+                remedy=f"{passing(average_over='items')}, on all ranks",
+            )
         )
     return items

@@ -502,10 +502,12 @@ class ReplicaCheck(Observer):
         odd = [str(rank) for rank, value in enumerate(sums) if value != usual]
         rest = [str(rank) for rank, value in enumerate(sums) if value == usual]
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        since = "" if self._agreed < 0 else f" They agreed at step {self._agreed}."
+        since = (
+            "" if self._agreed < 0 else f" They agreed before backward {self._agreed}."
+        )
         return explain(
             self._queue.communicator.rank,
-            f"The replicas differ: at the beginning of step {step}, {names[0]} is not "
+            f"The replicas differ: before averaged backward {step}, {names[0]} is not "
             f"the same on all ranks{more}.{since}{cause.text}",
             names=[shortened(names)],
             expected=f"the bits of rank {', '.join(rest)}",

@@ -113,6 +113,7 @@ class _Comparison(NamedTuple):
             return torchs
         _check_torchs(torchs)
         self._before(str(here))
+        say_once("minidp run: and now on minidp, in this folder.")
         try:
             ours = self._run("minidp", [*flags, *script.words], str(here))
         except _CannotCompareError as error:
@@ -125,12 +126,12 @@ class _Comparison(NamedTuple):
                 f"{ours}: on torch's DDP it ended well."
             )
             return ours
-        is_idle = _say_about_ranks(torchs, ours)
         results = [compare(*pair, why_not) for pair in zip(torchs, ours, strict=True)]
         for rank, (is_same, text) in enumerate(results):
             if not rank or not is_same:
                 name = f"torch's DDP and minidp on rank {rank}"
                 say_on_stderr(f"minidp run: {name}\n{text}")
+        is_idle = _say_about_ranks(torchs, ours)  # last: it limits what equality means
         return int(is_idle or not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:

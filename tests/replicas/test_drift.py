@@ -93,9 +93,9 @@ def test_names_parameter_ranks_and_step(pool, what, caps):
     for rank, (k, text, _) in enumerate(pool.run(changed, 3, 3, what, 8, options)):
         assert k == 4  # the first check after step 3
         assert text.startswith(
-            f"[rank {rank}] The replicas differ: at the beginning of step 4, {what} is "
+            f"[rank {rank}] The replicas differ: before averaged backward 4, {what} is "
         )
-        assert "They agreed at step 2." in text
+        assert "They agreed before backward 2." in text
         assert (
             "Expected: the bits of rank 0, 2. Found: different bits on rank 1." in text
         )
@@ -117,9 +117,9 @@ def test_a_change_is_found_in_the_first_steps_and_later(pool, change, at, found)
     results = pool.run(changed, 2, at, change, found + 2)
     for rank, (k, text, _) in enumerate(results):
         assert k == found
-        assert text.startswith(f"[rank {rank}] The replicas differ: at the beginning ")
+        assert text.startswith(f"[rank {rank}] The replicas differ: before averaged ")
         assert "a checkpoint that was loaded on one rank" in text
-        assert ("They agreed at step" in text) == (at > 0)
+        assert ("They agreed before backward" in text) == (at > 0)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,13 @@ def test_rounding_is_said_once_by_default(pool):
     """Other hardware, kernels that are not deterministic: legal in torch."""
     for k, _, (text,) in pool.run(changed, 2, 1, "rounding", 12):
         assert k is None
-        assert "beginning of step 1, 0.weight is not the same on all ranks." in text
-        assert "They agreed at step 0. The difference is as small as rounding: " in text
+        assert (
+            "before averaged backward 1, 0.weight is not the same on all ranks." in text
+        )
+        assert (
+            "They agreed before backward 0. The difference is as small as rounding: "
+            in text
+        )
         assert "Found: different bits on rank 1." in text
 
 
@@ -259,8 +264,8 @@ def indented(ctx, averages):
 
 def test_a_step_inside_no_sync_is_said_once(pool):
     for rank, ((text, file),) in enumerate(pool.run(indented, 2, False)):
-        assert text.startswith(f"[rank {rank}] The replicas differ: at the beginning ")
-        assert "of step 0, " in text
+        assert text.startswith(f"[rank {rank}] The replicas differ: before averaged ")
+        assert "averaged backward 0, " in text
         assert "Parameters were updated inside no_sync()" in text
         assert "an indentation too deep" in text
         assert file == __file__
@@ -362,7 +367,7 @@ def test_a_rank_that_steps_alone_and_sends_nothing(ctx):
             if ctx.rank == 0:
                 optimizer.step()
 
-    with pytest.raises(ReplicaMismatchError, match="beginning of step 2"):
+    with pytest.raises(ReplicaMismatchError, match="before averaged backward 2"):
         train()
 
 
