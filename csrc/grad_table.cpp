@@ -1,6 +1,5 @@
 #include "grad_table.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -133,10 +132,11 @@ void GradTable::fired(size_t i) {
   }
 }
 
-// Every type of device answers through the guard that it has registered with torch.
 void GradTable::note_stream(size_t i) {
-  const auto device = params_[i].device();
-  const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const auto stream = current_stream(params_[i].device());
+  if (targets_[i].slots) {
+    targets_[i].slots->use_on(stream);
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& streams = streams_.at(bucket_of[i]);
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {

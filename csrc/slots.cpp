@@ -1,11 +1,16 @@
 #include "slots.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
 
 namespace minidp {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 Slots::Slots(
     std::vector<at::Tensor> params, std::vector<at::Tensor> views, at::Tensor values, bool as_view)
@@ -18,6 +23,17 @@ Slots::Slots(
   places_.reserve(views_.size());
   for (const auto& view : views_) {
     places_.push_back(place_of(view));
+  }
+  if (!values_.is_cpu()) {
+    users_.push_back(current_stream(values_.device()));  // its memory belongs to this one
+  }
+}
+
+void Slots::use_on(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(users_mutex_);
+  if (std::find(users_.begin(), users_.end(), stream) == users_.end()) {
+    users_.push_back(stream);
+    values_.record_stream(stream);
   }
 }
 

@@ -12,12 +12,16 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "flatten.h"
 #include "tiles.h"
 
 namespace minidp {
+
+// Every type of device answers through the guard that it has registered with torch.
+c10::Stream current_stream(c10::Device device);
 
 class Slots {
  public:
@@ -31,6 +35,10 @@ class Slots {
 
   // Copies one gradient into its slot at once.
   bool copy_now(size_t k, const at::Tensor& grad, double scale);
+
+  // Marks the buffer as used by a stream, so that nobody else gets its memory while that stream
+  // still writes there. The bucket may die before it is full.
+  void use_on(const c10::Stream& stream);
 
   // Scales all gradients into the buffer. present[k] false: slot k is filled already;
   // an undefined gradient gives zeros.
@@ -79,6 +87,8 @@ class Slots {
   std::vector<at::Tensor> views_;
   at::Tensor values_;
   std::vector<Place> places_;
+  std::mutex users_mutex_;  // grad hooks of several devices run at once
+  std::vector<c10::Stream> users_;  // of the buffer; none on the CPU
   bool is_scaled_ = false;
   Tiles tiles_;
   std::vector<at::Tensor> tiled_;  // the gradients of `tiles_`

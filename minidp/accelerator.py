@@ -136,13 +136,14 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.Stream:
+def own_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of a device on which `on_side_stream` works."""
     return torch.Stream(device)
 
 
 def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return a context on a stream of our own, which holds up no stream of the user."""
-    ours = _side_stream(device)
+    ours = own_stream(device)
     # A new object for the same stream: a context that two threads enter mixes them up.
     return torch.Stream(
         stream_id=ours.stream_id,

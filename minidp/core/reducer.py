@@ -381,11 +381,11 @@ class Reducer:
             raise _lost_hooks(self.rank, lost)
         if self.mode.shares_used_map and self.mode.map_goes_first:
             self.launch_used_map()
-        copied = self._to_copy_at_once(missing)
+        copied = self._missing_to_copy_now(missing)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i, copies=i in copied)
 
-    def _to_copy_at_once(self, missing: Sequence[int]) -> Collection[int]:
+    def _missing_to_copy_now(self, missing: Sequence[int]) -> Collection[int]:
         """Return which ``.grad`` become views of their bucket before that is full.
 
         As in a usual backward this frees the memory of large ones, which a comm hook

@@ -41,7 +41,7 @@ def no_races():
 
 
 def stream(ctx):
-    return torch.Stream(ctx.device)
+    return sim.new_stream(ctx.device)
 
 
 def net(*widths, device="cpu"):

@@ -18,7 +18,7 @@ def late_stream():
     """Give a side stream that stands still in the block, and no races from before."""
     sim.load().drain()
     sim.races()
-    side = torch.Stream("sim")
+    side = sim.new_stream()
     with sim.held(side):
         yield side
     sim.load().drain()
@@ -203,7 +203,7 @@ def test_luck_hides_no_race(ctx):
 @on_ranks(1)
 def test_the_host_orders_streams_by_waiting(ctx):
     with no_races():
-        side = torch.Stream("sim")
+        side = sim.new_stream()
         tensor = ones_of(side)
         side.synchronize()
         assert tensor.mul(2).eq(2).all()
@@ -214,7 +214,7 @@ def test_reads_do_not_race(ctx):
     with no_races():
         shared = torch.ones(10, device="sim")
         torch.accelerator.synchronize()
-        streams = [torch.Stream("sim") for _ in range(3)]
+        streams = [sim.new_stream() for _ in range(3)]
         for stream in streams:
             with stream:
                 shared.mul(2)
@@ -261,7 +261,7 @@ def test_host_waits_are_counted_and_refused(ctx):
         tensor.copy_(pinned, non_blocking=True)
         tensor.add_(torch.tensor(2.0))  # a number of the host
         pinned.copy_(tensor, non_blocking=True)
-        torch.zeros(3, device="sim").record_stream(torch.Stream("sim"))
+        torch.zeros(3, device="sim").record_stream(sim.new_stream())
         for wait in (
             tensor.sum().item,
             tensor.cpu,
@@ -338,7 +338,7 @@ def test_the_time_between_events(ctx):
 
 @on_ranks(1)
 def test_the_host_reads_on_a_stream_that_has_to_be_behind(ctx):
-    side = torch.Stream("sim")
+    side = sim.new_stream()
     with side:
         value = torch.full((), 2.0, device="sim")
     value.item()

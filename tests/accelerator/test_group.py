@@ -132,7 +132,7 @@ def test_without_one_of_its_waits_the_group_races(ctx, name):
 
 @on_ranks(2)
 def test_a_synchronous_collective_is_on_the_current_stream(ctx):
-    side = torch.Stream("sim")
+    side = sim.new_stream()
     with no_races(), side:
         x = filled(ctx)
         dist.all_reduce(x, group=ctx.group)

@@ -59,7 +59,7 @@ class Outputs(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"check_finite_grads": True}], ids=str)
 def test_a_bucket_is_launched_from_the_stream_that_has_filled_it(ctx, options):
     """It waits for the one before it, which another stream fills."""
-    module = Outputs(side := torch.Stream("sim"))
+    module = Outputs(side := sim.new_stream())
     options = {"find_unused_parameters": True, "bucket_cap_mb": 1e-3} | options
     ddp = DataParallel(module, process_group=ctx.group, **options)
     ddp._set_ddp_sink_clone(False)  # it would copy on this stream
@@ -101,7 +101,7 @@ def test_a_reset_waits_for_what_a_paused_backward_has_launched(ctx):
 @on_ranks(2)
 def test_averages_are_looked_at_on_the_stream_of_an_output(ctx):
     """Other streams add to them in the same backward."""
-    module = Outputs(side := torch.Stream("sim"))
+    module = Outputs(side := sim.new_stream())
     options = {"average_over": "items", "find_unused_parameters": True}
     ddp = DataParallel(module, process_group=ctx.group, **options, bucket_cap_mb=1e-3)
     ddp._set_ddp_sink_clone(False)  # it would copy on this stream

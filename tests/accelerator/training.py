@@ -85,7 +85,9 @@ class Run:
     def _make_nodes(self, module: nn.Module) -> None:
         trained = [param for param in module.parameters() if param.requires_grad]
         devices = {param.device for param in trained}
-        sides = {device: [torch.Stream(device) for _ in range(2)] for device in devices}
+        sides = {
+            device: [sim.new_stream(device) for _ in range(2)] for device in devices
+        }
         for index, param in enumerate(trained):
             with sides[param.device][index % 2]:
                 node = torch.autograd.graph.get_gradient_edge(param).node
@@ -104,7 +106,7 @@ class Run:
             # Device 0 comes last: to enter a stream selects its device, too.
             for index in sorted(self._indices | {0}, reverse=True):
                 here = torch.accelerator.current_stream(index)
-                side = torch.Stream(self.device(index))
+                side = sim.new_stream(self.device(index))
                 side.wait_stream(here)
                 stack.callback(here.wait_stream, side)
                 stack.enter_context(side)

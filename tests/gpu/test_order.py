@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,50 @@ def test_a_copy_waits_for_a_slow_kernel_of_another_stream(
     oracle.skip_unless_torch_takes(mode)
     for _, is_ahead in check(ranks, slow_branches, mode):
         assert is_ahead, "the device was done before the host: nothing was tested"
+
+
+class HalfUsed(nn.Module):
+    """The bucket of its two parameters is not full after a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Parameter(torch.ones(1 << 20)) for _ in "ab")
+
+    def forward(self, cycles: int) -> torch.Tensor:
+        return Slowly.apply(self.used, cycles).sum()
+
+
+def freed_while_written(ctx: Any, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the memory of a bucket that died is overwritten, and if that was tested.
+
+    The bucket belongs to a side stream, and the default stream writes to it.
+    """
+    here, side = torch.cuda.default_stream(), torch.cuda.Stream()
+    module, cycles = HalfUsed().to(ctx.device), measure.cycles_of(SECONDS / 4)
+    node = torch.autograd.graph.get_gradient_edge(module.used).node  # on this stream
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        ddp = DataParallel(module, process_group=ctx.group, **options)
+    here.wait_stream(side)
+    ddp(cycles).backward()
+    del ddp, node
+    module.used.grad = None
+    gc.collect()
+    is_ahead = not here.query()
+    with torch.cuda.stream(side):
+        taken = [torch.full((2 << 20,), 7.0, device=ctx.device) for _ in range(8)]
+    torch.cuda.synchronize()
+    return any(bool((each != 7).any()) for each in taken), is_ahead
+
+
+@at(NCCL)
+@pytest.mark.parametrize("options", [{}, VIEWS], ids="-".join)
+def test_memory_of_a_bucket_that_dies_before_it_is_full(
+    ranks: Any, options: dict[str, Any]
+) -> None:
+    for is_lost, is_ahead in ranks.run(freed_while_written, options):
+        assert is_ahead, "the device was done before the host: nothing was tested"
+        assert not is_lost
 
 
 # ------------------------------------------------------------------------------ waits

@@ -26,7 +26,7 @@ from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
 
-MISMATCH = "ReplicaMismatchError: [rank {}] The replicas differ: at the beginning of"
+MISMATCH = "ReplicaMismatchError: [rank {}] The replicas differ: before averaged"
 
 
 def missed(ctx: Any, net: Any, optimizer: Any, steps: int = 3) -> None:
@@ -929,7 +929,7 @@ def test_an_excused_mistake_is_followed_up(ctx, policy):
         return
     (text,) = heard
     assert text.startswith(
-        f"[rank {ctx.rank}] The replicas differ: at the beginning of"
+        f"[rank {ctx.rank}] The replicas differ: before averaged backward"
     )
     assert "a mistake was only warned of, because of unsynced='warn'" in text
 

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import backend_registration
 
+from minidp import accelerator
 from tests.support.sim import batch_norm, torch_module
 from tests.support.sim.building import NotBuilt, build, load_binary
 
@@ -43,6 +44,7 @@ __all__ = [
     "delay",
     "held",
     "load",
+    "new_stream",
     "no_host_waits",
     "races",
 ]
@@ -103,6 +105,17 @@ def allocated(device: int = 0) -> int:
 def delay(microseconds: int, seed: int) -> None:
     """Let each launch wait for a random time up to this one, which ``seed`` decides."""
     load().set_delay(microseconds, seed)
+
+
+def new_stream(device: str | torch.device = "sim:0") -> torch.Stream:
+    """Return a stream of the user.
+
+    Streams come from a pool, in turn. Now and then one of them would be minidp's own,
+    whose waits order more than the user has ordered, and hide a race.
+    """
+    device = torch.device(device)
+    ours = accelerator.own_stream(device)
+    return next(s for s in iter(lambda: torch.Stream(device), None) if s != ours)
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ class Group final : public c10d::Backend {
       : Backend(gloos.at(0)->getRank(), gloos.at(0)->getSize()),
         gloos_(std::move(gloos)),
         outstanding_(health_, timeout) {
-    for (int device = 0; device < kNumDevices; ++device) streams_.push_back(next_pool_id(device));
+    for (int device = 0; device < kNumDevices; ++device) streams_.push_back(next_group_id(device));
     last_.resize(kNumDevices);
   }
 

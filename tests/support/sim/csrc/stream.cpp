@@ -162,6 +162,11 @@ int64_t next_pool_id(int device) {
   return 1 + next.at(device)++ % kPoolSize;
 }
 
+int64_t next_group_id(int device) {
+  static std::array<std::atomic<int64_t>, kNumDevices> next{};
+  return 1 + kPoolSize + next.at(device)++ % kPoolSize;
+}
+
 int current_device() {
   return device_of_thread;
 }

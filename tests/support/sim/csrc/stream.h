@@ -88,6 +88,7 @@ StreamKey key_of(int device, int64_t id);
 Stream& stream_at(int device, int64_t id);  // made, and its thread started, at the first call
 std::vector<Stream*> all_streams(int device);  // -1: of all devices
 int64_t next_pool_id(int device);
+int64_t next_group_id(int device);  // none of the pool: a group would order that stream's work
 
 // What is current is so for one thread of the host.
 int current_device();
