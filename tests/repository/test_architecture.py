@@ -346,7 +346,7 @@ def test_csrc_asks_for_streams_of_any_device_and_has_kernels_in_one_folder():
         if path.parent.name != "cuda":
             assert "USE_CUDA" not in text
             assert "c10/cuda" not in text, path.name
-    assert "VirtualGuardImpl" in (csrc / "grad_table.cpp").read_text()
+    assert "VirtualGuardImpl" in (csrc / "slots.cpp").read_text()
 
 
 # ---------------------------------------------------------------------- the classes
