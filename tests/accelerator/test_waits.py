@@ -197,6 +197,20 @@ def test_join_reads_the_device_once_in_a_forward_if_its_group_has_no_other(ctx):
 
 
 @on_ranks(2)
+def test_no_wait_at_the_end_of_a_join_block(ctx):
+    """Also where a rank shadows the others, and gets the state of the last one."""
+    layers = nn.Linear(12, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+    module = nn.Sequential(*layers).to(ctx.device)
+    ddp, found = DataParallel(module, process_group=ctx.group), []
+    for num_inputs in (3, 2 + ctx.rank, 2):  # the first block rebuilds the buckets
+        with no_races(), sim.costs() as costs, ddp.join():
+            for _ in range(num_inputs):
+                ddp(torch.ones(4, 12, device=ctx.device)).sum().backward()
+        found.append(costs.host_waits)
+    assert found[1:] == [(), ()]
+
+
+@on_ranks(2)
 def test_who_waits_for_a_collective_is_behind_it(ctx):
     communicator = Communicator(ctx.group, 60.0, device=ctx.device)
     x = torch.ones(100, device=ctx.device)
