@@ -53,8 +53,9 @@ class Replication:
         self.check: ReplicaCheck | None = None  # compares replicas now and then
         self.every: int | Literal["auto"] = 0  # every so many steps; 0 is never
         self.warns = False  # unsynced="warn": of what was excused, too
-        # Whether the next step has to find out if the other ranks compare, too.
-        self.is_alone = False
+        # Whether the next synchronised step has to find out if the other ranks compare,
+        # too; and whether it is the first one of a wrapper that others may not have.
+        self._is_alone = self._is_new = False
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         # Called after the module, in forwards that would broadcast them.
@@ -172,18 +173,20 @@ class Replication:
         """Return the wrapper's place in the store, which is new after each reset."""
         return f"{self._key}/{self._num_resets}"
 
-    def compare_on(self, group: ProcessGroup, *, alone: bool) -> None:
+    def compare_on(self, group: ProcessGroup, *, new: bool, alone: bool) -> None:
         """Compare the replicas of a group from now on, as often as `every` says.
 
         This does not communicate yet.
 
         Args:
             group: The ranks to compare.
-            alone: Whether other ranks of the group may not compare, or may have no such
-                wrapper (``init_sync=False``, another group, a copy). With "auto" the
-                next synchronised step then compares only if they do.
+            new: Whether other ranks of the group may have no such wrapper, or other
+                options (``init_sync=False``, another group).
+            alone: Whether other ranks may not compare, so that the next synchronised
+                step does it only if they do.
         """
         is_auto = self.every == AUTO
+        self._is_new, self._is_alone = new, alone
         if not self.every or (is_auto and not is_builtin(group)):
             self.stop_comparing()
             return
@@ -193,7 +196,6 @@ class Replication:
                 self._reducer.queue, ledger, self.every, self.doubts
             )
             self.check.warns = self.warns
-        self.is_alone = alone
         if alone:
             self.check.reset()
             self.check.meet("", is_first=True)
@@ -235,11 +237,15 @@ class Replication:
         except those on the ignore list, and if ``with_buffers`` also of the module
         buffers. With "auto" some of these are left out (`ReplicaCheck.begin`).
         """
+        if self._is_new:
+            self._is_new = False
+            # A rank that never compares asks, too, so that all have asked equally often
+            # for other wrappers of these parameters.
+            key = self._common_key("alone")
+            if self.check is not None and self._is_alone:
+                self.check.meet(key, is_first=True)
         if self.check is None:
             return
-        if self.is_alone:
-            self.is_alone = False
-            self.check.meet(self._common_key("alone"), is_first=True)
         if self.doubts.was_excused:
             self.check.meet_after_excuse()
         if not self.check.is_due:

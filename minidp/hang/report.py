@@ -23,7 +23,7 @@ import torch
 from minidp import world
 from minidp.comm import FutureWork, PeerReport
 
-from .rank_status import ENDED, Channel, RankStatus
+from .rank_status import DELETED, ENDED, Channel, RankStatus
 
 # A report says that nothing moves on a rank if nothing has for a few heartbeats.
 _STILL_SECONDS = 3.0
@@ -35,6 +35,11 @@ _SECONDS_TO_ANSWER = 2.0  # a rank that waits looks for questions twice a second
 _JUST_COME_SECONDS = 1.0
 _MAX_TOLD = 8  # how many ranks a report describes
 _MAX_TEXT = 1200  # how many characters of another rank's error a report repeats
+_GONE = {  # the text of an alarm -> what happened, perhaps at the end of the data
+    ENDED: "its process ended without an error",
+    DELETED: "its DataParallel object was deleted, at the end of the function that "
+    "made it or after an error there",
+}
 
 
 class MissingRanks:
@@ -108,11 +113,10 @@ class MissingRanks:
 
     def _tell(self, rank: int) -> str:
         status = self._statuses.get(rank)
-        if rank in self._alarms and self._alarms[rank].why == ENDED:
+        if rank in self._alarms and (why := _GONE.get(self._alarms[rank].why)):
             return (
-                f"Rank {rank} is gone: its process ended without an error. If it had "
-                "fewer inputs than the others: train inside `with model.join():`, or "
-                "give all ranks equally many."
+                f"Rank {rank} is gone: {why}. If it had fewer inputs than the others: "
+                "train inside `with model.join():`, or give all ranks equally many."
             )
         if rank in self._alarms:
             return f"Rank {rank} gave up: {_cut(self._alarms[rank].why)}."

@@ -29,6 +29,7 @@ from tests.support.two_layers import TwoLayers, backward, trains
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
 LIMIT = 2.0  # hang_timeout
+HEARD_SECONDS = 1.5  # a rank that waits has heard within it that another one is gone
 # Of new ranks: who waits for the group's own limit is taken to hang before it is over.
 PATIENT: dict[str, Any] = {"group_timeout": 600.0}
 
@@ -392,6 +393,72 @@ def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
     assert "gave up" not in answer
     assert "Traceback (most recent call last):" in above[0]
     assert len(above) == 2, output  # no source line: it is python -c
+
+
+def runs_out_of_inputs(ctx: Any) -> str:
+    """Train in a function, which lets the wrapper go at its end, on rank 1 first."""
+
+    def train() -> None:
+        net, options = nn.Linear(4, 1), {"process_group": ctx.group}
+        ddp = DataParallel(net, hang_timeout=120, **options)
+        for _ in range(4 - 2 * ctx.rank):
+            ddp(torch.ones(1, 4)).sum().backward()
+
+    said = "" if ctx.rank else error_of(train)
+    if ctx.rank:
+        train()
+    wait_for_others(ctx)
+    return said
+
+
+def test_a_function_that_ran_out_of_inputs() -> None:
+    said, _ = run_fresh(runs_out_of_inputs, 2, **PATIENT)
+    assert "Rank 1 is gone: its DataParallel object was deleted, at the end" in said
+    assert "train inside `with model.join():`" in said
+    assert "gave up" not in said
+
+
+def has_one_more(ctx: Any, odd: int, keeps: str) -> None:
+    """Rank ``odd`` wraps once more, and is late in the training of the next one."""
+    options: dict[str, Any] = {"process_group": ctx.group, "init_sync": False}
+    if ctx.rank == odd:
+        more = DataParallel(TwoLayers(), **options)
+        with torch.no_grad():
+            more(torch.ones(1, 4))
+    torch.manual_seed(0)
+    ddp = DataParallel(TwoLayers(), **options)
+    for step in range(3):
+        if ctx.rank == odd and step == 1:
+            more = more if keeps == "always" else None
+            time.sleep(2 * HEARD_SECONDS)
+        backward(ddp)
+        ddp.zero_grad()
+    wait_for_others(ctx)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("keeps", ["always", "for a while"])
+def test_a_wrapper_that_only_one_rank_has_had(odd: int, keeps: str) -> None:
+    """Nobody takes its end for that of another wrapper (``init_sync=False``)."""
+    run_fresh(has_one_more, 2, odd, keeps, **PATIENT)
+
+
+def drops_it(ctx: Any) -> str:
+    options: dict[str, Any] = {"process_group": ctx.group, "init_sync": False}
+    ddp = DataParallel(TwoLayers(), hang_timeout=120, **options)
+    backward(ddp)
+    if ctx.rank:
+        del ddp
+        wait_for_others(ctx)
+        return ""
+    said = error_of(lambda: backward(ddp))
+    wait_for_others(ctx)
+    return said
+
+
+def test_the_end_of_a_wrapper_that_has_averaged_is_told() -> None:
+    said, _ = run_fresh(drops_it, 2, **PATIENT)
+    assert "Rank 1 is gone: its DataParallel object was deleted" in said
 
 
 @pytest.mark.parametrize("does", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])

@@ -901,14 +901,33 @@ def test_equal_weights_train_on_and_are_compared_later(ctx, how):
 def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
     """Ranks need not pass the same options: none of them hangs."""
     ddp = wrapped_anew(ctx, "equal")
-    if how == "move" and ctx.rank == 0:
+    if how == "move":
         ddp._update_process_group(ctx.group)
-    else:
+    if ctx.rank == 1:
         ddp._replication.stop_comparing()
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
     for number in range(4):
         step(ctx, ddp, optimizer, number)
     return state_of(ddp)
+
+
+@on_ranks(2)
+def test_options_that_differ_are_no_matter_of_the_next_wrapper(ctx):
+    """It is compared with that of the other rank, whoever has compared before."""
+    for odd in (0, 1):
+        every = "auto" if ctx.rank == odd else 0
+        ddp = wrapped_anew(ctx, "equal", check_replicas_every=every)
+        optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+        for number in range(2):
+            step(ctx, ddp, optimizer, number)
+        ddp = wrapped_anew(ctx, "equal")
+        optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+        for number in range(4):
+            step(ctx, ddp, optimizer, number)
+        ddp = wrapped_anew(ctx, "alone")
+        optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+        error = error_of(lambda d=ddp, o=optimizer: step(ctx, d, o))
+        assert error.startswith(MISMATCH.format(ctx.rank)), error
 
 
 # -------------------------------------------------------------------- excused mistakes
