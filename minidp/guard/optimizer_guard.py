@@ -94,7 +94,9 @@ class Guard:
         reducer: The reducer of the wrapper.
         policy: What becomes of a mistake: the wrapper's ``unsynced``.
         replica: The wrapped module and its parameters.
-        key: Returns the wrapper's place in the store, which is the same on all ranks.
+        key: Returns the wrapper's place in the store, which is the same on all ranks,
+            for a comparison of this wrapper.
+        place: Returns the same, where the wrapper need not be in use yet.
         doubts: Where the guard notes why replicas may differ, for their comparison.
     """
 
@@ -104,9 +106,10 @@ class Guard:
         policy: Unsynced,
         replica: ManagedParameters,
         key: Callable[[], str],
+        place: Callable[[], str],
         doubts: Doubts,
     ) -> None:
-        self.reducer, self.place = reducer, key
+        self.reducer, self.place = reducer, place
         self.acts = LocalActs(reducer, doubts)
         reducer.queue.observers.append(self.acts)
         self.doubts = doubts

@@ -89,17 +89,31 @@ def _copy_of_host(here: Path, *, is_wished: bool | None) -> Iterator[Path]:
             post_json(store, f"{host}/left", rank, "")
         return
     if store is not None:
-        # If a rank fails, torchrun sends SIGTERM to the others. As an exception it lets
-        # the copy be deleted.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _leave)
     with tempfile.TemporaryDirectory(
         prefix="minidp-apart-", ignore_cleanup_errors=True
     ) as made:
-        where, why_not = working_copy(here, Path(made, here.name), is_wished=is_wished)
-        if store is not None:
-            post_json(store, f"{host}/copy", 0, [where, why_not])
-        if why_not:
-            raise NoCopyError(why_not)
-        yield Path(where)
-        if store is not None:
-            gather_json(store, f"{host}/left", range(1, size), LEAVE_SECONDS)
+        try:
+            copy = Path(made, here.name)
+            where, why_not = working_copy(here, copy, is_wished=is_wished)
+            if store is not None:
+                post_json(store, f"{host}/copy", 0, [where, why_not])
+            if why_not:
+                raise NoCopyError(why_not)
+            yield Path(where)
+            if store is not None:
+                gather_json(store, f"{host}/left", range(1, size), LEAVE_SECONDS)
+        finally:
+            if store is not None:
+                _let_delete()
+
+
+def _leave(number: int, _frame: object) -> None:
+    """Let the copy be deleted if another rank failed: torchrun then sends SIGTERM."""
+    _let_delete()
+    sys.exit(128 + number)
+
+
+def _let_delete() -> None:
+    """Ignore SIGTERM while the copy is deleted, after which this process ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

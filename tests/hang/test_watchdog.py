@@ -19,9 +19,8 @@ class SlowPost:
     """Every word takes a while to write: ``[`` before, ``]`` after."""
 
     interval = 0.01
-    is_awaited = True
 
-    def __init__(self, reducer, key, wake, *, is_alone):
+    def __init__(self, reducer, key, wake):
         self.pid, self._path = os.getpid(), key
 
     def _write(self):

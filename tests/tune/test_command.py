@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import shutil
+import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import minidp
 from minidp import DataParallel, tune
 from minidp.autotune import tuner
+from minidp.comm import post_json
 from minidp.run import copies
 from tests.support.ranks import on_ranks
 from tests.support.warm import warm_python
@@ -198,6 +204,36 @@ def test_a_trial_writes_nothing_of_the_users(project, tmp_path, starts, is_linke
     assert "Error" not in done.stderr.replace("ChildFailedError", "")
     assert contents(project) == before
     assert not list((tmp_path / "temporary").glob("minidp-*"))
+
+
+def test_a_copy_is_deleted_whole_though_the_launcher_ends_the_rank(
+    tmp_path, monkeypatch
+):
+    """Torchrun sends SIGTERM when another rank has failed, perhaps at that moment."""
+    store, (project, temporary) = dist.HashStore(), (tmp_path / "a", tmp_path / "b")
+    for folder in (project, temporary):
+        folder.mkdir()
+    (project / "train.py").write_text("")
+    apart = importlib.import_module("minidp.run.apart")  # the door has a function
+    delete = shutil.rmtree
+
+    def is_ended_meanwhile(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return delete(*args, **options)
+
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(apart, "launcher_store", lambda _: store)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(shutil, "rmtree", is_ended_meanwhile)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with apart._copy_of_host(project, is_wished=True) as where:
+            assert (where / "train.py").exists()
+            post_json(store, "0/left", 1, "")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(temporary.iterdir())
 
 
 def test_a_folder_that_is_too_large_is_not_copied_without_being_asked(
