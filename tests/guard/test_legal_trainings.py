@@ -1,0 +1,155 @@
+"""Trainings that move weights to and fro, as users write them: torch's bits, no error.
+
+Short ones are rows of the matrix of uses (`tests/wrong_uses`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import as_in_torch
+
+MOMENTUM = 0.9
+
+
+@pytest.fixture(autouse=True)
+def other_rank() -> None:
+    """The real comparison, instead of the fake one of this folder's other tests."""
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(ctx: Any, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(10 + ctx.rank)
+    for _ in range(number):
+        x = torch.randn(4, 4, generator=generator)
+        yield x, torch.randn(4, 1, generator=generator)
+
+
+def weights_of(module: nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in module.state_dict().values()]
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Steps at one point, and evaluates at another one, to which `eval` moves."""
+
+    def _move(self, weight: float) -> None:
+        with torch.no_grad():
+            for param, state in self.state.items():
+                param.lerp_(end=state["z"], weight=weight)
+
+    def eval(self) -> None:
+        self._move(1 - 1 / MOMENTUM)
+
+    def train(self) -> None:
+        self._move(1 - MOMENTUM)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["k"] = group.get("k", 0) + 1
+        weight, lr = 1 / group["k"], group["lr"]
+        for param in group["params"]:
+            z = self.state[param].setdefault("z", param.clone())
+            param.lerp_(end=z, weight=weight)
+            param.add_(param.grad, alpha=lr * (MOMENTUM * (1 - weight) - 1))
+            z.sub_(param.grad, alpha=lr)
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs)"])
+def test_schedule_free_weights_around_gradients_of_inputs(ctx, wrap, how):
+    module = layers()
+    ddp, optimizer = wrap(module), ScheduleFree(module.parameters(), lr=0.05)
+    for x, y in batches(ctx, 8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.eval()
+        looked_at = x.clone().requires_grad_()
+        out = ddp(looked_at).sum()
+        if how == "autograd.grad":
+            torch.autograd.grad(out, looked_at)
+        else:
+            out.backward(inputs=[looked_at])
+        optimizer.train()
+    return weights_of(module)
+
+
+class Words(nn.Module):
+    """A few rows of the embedding have gradients, and the last layer has none."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 4).requires_grad_(not is_frozen)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.unused = nn.Linear(8, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(self.embedding(words)).tanh())
+        return found.mean(1)
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_averaged_weights_of_an_embedding_between_micro_batches(ctx, wrap, is_frozen):
+    module = Words(is_frozen=is_frozen)
+    ddp = wrap(module, find_unused_parameters=True)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    averaged = {n: value * 0.9 for n, value in module.state_dict().items()}
+    generator = torch.Generator().manual_seed(ctx.rank)
+    for _ in range(8):
+        draw = [torch.randint(20, 24, (3, 5), generator=generator) for _ in range(3)]
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(draw[0]).square().mean().backward()
+        own = copy.deepcopy(module.state_dict())
+        module.load_state_dict(averaged)
+        ddp(draw[1])
+        module.load_state_dict(own)
+        ddp(draw[2]).square().mean().backward()
+        optimizer.step()
+        for name, value in module.state_dict().items():
+            averaged[name].lerp_(value, 0.1)
+    return weights_of(module)
+
+
+class Noisy(torch.optim.SGD):
+    """Moves the weights by noise of this rank, and takes it off before each step."""
+
+    def disturb(self, generator: torch.Generator) -> None:
+        (group,) = self.param_groups
+        self.kept = [param.detach().clone() for param in group["params"]]
+        with torch.no_grad():
+            for param in group["params"]:
+                param.add_(torch.randn(param.shape, generator=generator), alpha=0.05)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for param, kept in zip(
+                self.param_groups[0]["params"], self.kept, strict=True
+            ):
+                param.copy_(kept)
+        super().step(closure)
+
+
+@as_in_torch(2)
+def test_noise_of_each_rank_also_when_replicas_are_compared_late(ctx, wrap):
+    """They are in step 100, too."""
+    module, generator = layers(), torch.Generator().manual_seed(ctx.rank)
+    ddp, optimizer = wrap(module), Noisy(module.parameters(), lr=0.01)
+    for x, y in batches(ctx, 102):
+        optimizer.disturb(generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+    return weights_of(module)
