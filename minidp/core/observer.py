@@ -43,8 +43,7 @@ LocalActs               guard             added_locally, ended_without_gradients
                                           finished, abandon
 _AskInBackward          guard             begins, once: asks other ranks, by the store
 _LookAgain              guard             finished, once: for parameters that joined
-ReplicaCheck            replica           begins, finished: where a comparison is due
-_FirstUse               data_parallel     begins, launching, once: for init_sync=False
+ReplicaCheck            replica           finished, where a comparison is due
 _PlantedOptimizers      torch_compat      reduced, finished
 LogsUnused              torch_compat      finished
 _ByContributors         torchft           finished; it is the reducer's `Averaging`, too

@@ -181,7 +181,6 @@ class Shadow(JoinHook):
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         ddp._has_begun_join = True
         ddp._replication.postpone_comparison()
-        ddp._replication.take_place()
         self._ddp, self._is_counted = ddp, is_counted
         # This rank's parameters, their gradients, and copies of these, once set aside.
         self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None

@@ -71,22 +71,16 @@ def build(
     if policy is not None:
         policy.measure(queue, reducer.hooks)
     if kind != "copy":  # ranks may copy as they like: no key is equal on all
-        the_watchdog.start_heartbeat(reducer, key)
+        the_watchdog.start_heartbeat(reducer, key, is_alone=kind != verify.WRAPPED)
     replication = Replication(reducer, replica.module, ignored, key)
     replication.every = own.check_replicas_every
     replication.warns = own.unsynced == "warn"
-    if kind not in (verify.WRAPPED, "copy"):
-        replication.await_place()
     is_auto = own.check_replicas_every == AUTO
     if kind != "copy" or not is_auto:  # a copy may be meant for one rank alone
-        replication.compare_on(group, alone=kind != verify.WRAPPED and is_auto)
+        is_new = kind not in (verify.WRAPPED, "copy")
+        replication.compare_on(group, new=is_new, alone=is_new and is_auto)
     guard = Guard(
-        reducer,
-        own.unsynced,
-        replica,
-        replication.key_now,
-        replication.place,
-        replication.doubts,
+        reducer, own.unsynced, replica, replication.key_now, replication.doubts
     )
     guard.is_copy = kind == "copy"
     guard.replica_check = replication.check

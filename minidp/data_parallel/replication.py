@@ -53,10 +53,9 @@ class Replication:
         self.check: ReplicaCheck | None = None  # compares replicas now and then
         self.every: int | Literal["auto"] = 0  # every so many steps; 0 is never
         self.warns = False  # unsynced="warn": of what was excused, too
-        # Whether the next step has to find out if the other ranks compare, too.
-        self._is_alone = False
-        self._num_alone = 0  # how often that was so
-        self._awaits_place = False  # see `await_place`
+        # Whether the next synchronised step has to find out if the other ranks compare,
+        # too; and whether it is the first one of a wrapper that others may not have.
+        self._is_alone = self._is_new = False
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         # Called after the module, in forwards that would broadcast them.
@@ -84,7 +83,6 @@ class Replication:
         if self.buffer_hook is not None:
             self.buffer_hook(self.buffers)
             return
-        self.take_place()
         known = self._writable.get
         check_writable({n: b for n, b in self.buffers.items() if known(n) is not b})
         self._writable = self.buffers
@@ -171,58 +169,24 @@ class Replication:
             self.check.name = f"replicas/{self.key_now()}"
             self.check.reset()
 
-    def place(self) -> str:
-        """Return the wrapper's place in the store, which is new after each reset.
-
-        It is equal on all ranks from the first use of the wrapper on.
-        """
+    def key_now(self) -> str:
+        """Return the wrapper's place in the store, which is new after each reset."""
         return f"{self._key}/{self._num_resets}"
 
-    def key_now(self) -> str:
-        """Return the wrapper's `place`, which it uses now."""
-        self.take_place()
-        return self.place()
-
-    def _place_alone(self) -> str:
-        return f"{self.key_now()}/alone/{self._num_alone}"
-
-    def await_place(self) -> None:
-        """Let the wrapper take its place in the store when it first communicates.
-
-        With ``init_sync=False`` each rank makes wrappers as it likes, perhaps one for
-        an evaluation that the others do not have. What the ranks use together, they
-        begin to use in the same order.
-        """
-        self._awaits_place = True
-        self._reducer.queue.observers.append(_FirstUse(self))
-
-    def end_first_use(self, observer: Observer) -> None:
-        """Take the place, if that has not been done, and remove the observer."""
-        self._reducer.queue.observers.remove(observer)
-        self.take_place()
-
-    def take_place(self) -> None:
-        """Take the place that `await_place` has put off. All ranks do so in turn."""
-        if not self._awaits_place:
-            return
-        self._awaits_place = False
-        communicator = self._reducer.communicator
-        if key := self._common_key("used"):
-            self._key, self._num_resets = key, 0
-            communicator.peers.move_to(communicator.group, key, has_met=False)
-
-    def compare_on(self, group: ProcessGroup, *, alone: bool) -> None:
+    def compare_on(self, group: ProcessGroup, *, new: bool, alone: bool) -> None:
         """Compare the replicas of a group from now on, as often as `every` says.
 
         This does not communicate yet.
 
         Args:
             group: The ranks to compare.
-            alone: Whether other ranks of the group may not compare, or may have no such
-                wrapper (``init_sync=False``, another group, a copy). With "auto" the
-                next synchronised step then compares only if they do.
+            new: Whether other ranks of the group may have no such wrapper, or other
+                options (``init_sync=False``, another group).
+            alone: Whether other ranks may not compare, so that the next synchronised
+                step does it only if they do.
         """
         is_auto = self.every == AUTO
+        self._is_new, self._is_alone = new, alone
         if not self.every or (is_auto and not is_builtin(group)):
             self.stop_comparing()
             return
@@ -232,18 +196,16 @@ class Replication:
                 self._reducer.queue, ledger, self.every, self.doubts
             )
             self.check.warns = self.warns
-        self._is_alone = alone
         if alone:
-            self._num_alone += 1
             self.check.reset()
-            self.check.meet(None, is_first=True)
+            self.check.meet("", is_first=True)
 
     def next_reset(self) -> str:
         """Count a call of `DataParallel.reset`, and return a new key for it.
 
         The key is equal on all ranks if they have called `reset` equally often.
         """
-        self.take_place()
+        self._count_if_new()  # a rank may not have come to its first forward
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
@@ -276,12 +238,11 @@ class Replication:
         except those on the ignore list, and if ``with_buffers`` also of the module
         buffers. With "auto" some of these are left out (`ReplicaCheck.begin`).
         """
+        key = self._count_if_new()
+        if key and self.check is not None and self._is_alone:
+            self.check.meet(key, is_first=True)
         if self.check is None:
             return
-        if self._is_alone:
-            self._is_alone = False
-            if has_store(self._reducer.communicator.group):
-                self.check.meet(self._place_alone, is_first=True)
         if self.doubts.was_excused:
             self.check.meet_after_excuse()
         if not self.check.is_due:
@@ -290,6 +251,17 @@ class Replication:
         with_values = {name: each for name, each in buffers if not each.is_meta}
         self.check.begin(self._reducer.named, self.others(module), with_values)
 
+    def _count_if_new(self) -> str:
+        """Return a key for the first comparison of a wrapper, or "" if it is not new.
+
+        A rank that never compares asks for it, too, so that all ranks have asked
+        equally often for other wrappers of these parameters.
+        """
+        if not self._is_new:
+            return ""
+        self._is_new = False
+        return self._common_key("alone")
+
     def move(self) -> None:
         """Follow the wrapper to another group, in whose store it needs a new place.
 
@@ -297,7 +269,6 @@ class Replication:
         Hang reports are then about the new group's ranks, which have other numbers.
         """
         communicator = self._reducer.communicator
-        self._awaits_place = False
         if not has_store(communicator.group):
             return
         self._key, self._num_resets = self._common_key("moved"), 0
@@ -314,18 +285,3 @@ class Replication:
             return ""
         names = hashlib.sha256(" ".join(self._reducer.names).encode()).hexdigest()[:12]
         return verify.next_key(group, f"{verify.WRAPPED}, {why}, {names}")
-
-
-class _FirstUse(Observer):
-    """The observer that lets a wrapper take its place, in the first reduction."""
-
-    def __init__(self, replication: Replication) -> None:
-        self._replication = replication
-
-    def begins(self) -> None:
-        """Take the place before anything is compared there."""
-        self._replication.end_first_use(self)
-
-    def launching(self) -> None:
-        """Take the place, if this reduction has no backward."""
-        self._replication.end_first_use(self)

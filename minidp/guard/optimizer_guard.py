@@ -94,9 +94,7 @@ class Guard:
         reducer: The reducer of the wrapper.
         policy: What becomes of a mistake: the wrapper's ``unsynced``.
         replica: The wrapped module and its parameters.
-        key: Returns the wrapper's place in the store, which is the same on all ranks,
-            for a comparison of this wrapper.
-        place: Returns the same, where the wrapper need not be in use yet.
+        key: Returns the wrapper's place in the store, which is the same on all ranks.
         doubts: Where the guard notes why replicas may differ, for their comparison.
     """
 
@@ -106,10 +104,9 @@ class Guard:
         policy: Unsynced,
         replica: ManagedParameters,
         key: Callable[[], str],
-        place: Callable[[], str],
         doubts: Doubts,
     ) -> None:
-        self.reducer, self.place = reducer, place
+        self.reducer, self.place = reducer, key
         self.acts = LocalActs(reducer, doubts)
         reducer.queue.observers.append(self.acts)
         self.doubts = doubts

@@ -60,12 +60,19 @@ class Watchdog:
         self._is_mute = False
         self._judged: list[Heartbeat] = []  # those that a thread of `_judge` looks at
 
-    def start_heartbeat(self, reducer: Reducer, key: str) -> None:
+    def start_heartbeat(
+        self, reducer: Reducer, key: str, *, is_alone: bool = False
+    ) -> None:
         """Publish a replica's status, and let its errors name missing ranks.
 
         For this the communicator of the reducer gets the heartbeat as its ``peers``,
         and the thread is started if none runs. Nothing happens for one rank alone, or
         if hang reports are off. Without a store there is a warning, and no reports.
+
+        A replica that ``is_alone`` may have no counterpart on other ranks: with
+        ``init_sync=False`` nobody has made sure of it. If it is deleted before it has
+        launched any bucket, they are not told, because they may have given its key to
+        another replica, for which they would take the news.
         """
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:
@@ -73,7 +80,9 @@ class Watchdog:
         if not has_store(communicator.group):
             warn_without_store(communicator.group)
             return
-        communicator.peers = heartbeat = Heartbeat(reducer, key, self._bell.set)
+        communicator.peers = heartbeat = Heartbeat(
+            reducer, key, self._bell.set, is_alone=is_alone
+        )
         weakref.finalize(reducer, self._dismiss, heartbeat).atexit = False
         with self._lock:
             # In the child of a fork this object is a copy, and its thread does not run.
@@ -116,7 +125,7 @@ class Watchdog:
         """
         while self._leaving:
             heartbeat = self._leaving.pop()
-            if is_initialized() and not self._is_mute:
+            if is_initialized() and not self._is_mute and heartbeat.is_awaited:
                 heartbeat.say_goodbye(DELETED)
             with self._lock:
                 self._heartbeats.remove(heartbeat)

@@ -31,7 +31,7 @@ waits for nobody (`ReplicaCheck.meet`)::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -186,10 +186,7 @@ class ReplicaCheck(Observer):
         self.warns = False  # whether unsynced="warn"
         # A new name in the store, equal on all ranks; "" without a store.
         self.name = ""
-        # Returns where in the store the next comparison is: see `meet`. Then that of
-        # the one that is under way, until its backward begins.
-        self.meets_at: Callable[[], str] | None = None
-        self._meeting: Callable[[], str] | None = None
+        self.meets_at = ""  # where in the store the next comparison is, see `meet`
         self._base = 0  # the step at which the schedule began
         self._is_shared = True  # whether all ranks are known to compare in these steps
         self.missed_steps = ""  # on which ranks an optimizer made fewer steps
@@ -199,7 +196,7 @@ class ReplicaCheck(Observer):
     def reset(self) -> None:
         """Forget pending checksums and differences, and when replicas agreed last."""
         self.postpone()
-        self.meets_at = None
+        self.meets_at = ""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         # What differed, as long as nobody has stepped since.
         self.suspect: _Snapshot | None = None
@@ -209,7 +206,7 @@ class ReplicaCheck(Observer):
     @property
     def is_due(self) -> bool:
         """Whether this rank compares in this step."""
-        return self._is_scheduled or self.meets_at is not None
+        return self._is_scheduled or bool(self.meets_at)
 
     @property
     def _is_scheduled(self) -> bool:
@@ -237,13 +234,12 @@ class ReplicaCheck(Observer):
         if self._under_way is None:
             self.restart(missed_steps=self.missed_steps)
 
-    def meet(self, place: Callable[[], str] | None, *, is_first: bool = False) -> None:
+    def meet(self, place: str, *, is_first: bool = False) -> None:
         """Compare in the next synchronised step if all ranks want to, without waiting.
 
         Args:
-            place: Returns where the ranks put their checksums into the group's store,
-                which must be new, and equal on all ranks. It is asked when the backward
-                begins. With None nothing is compared yet.
+            place: Where the ranks put their checksums into the group's store. It must
+                be new, and equal on all ranks.
             is_first: Whether this begins the schedule, because until now the other
                 ranks were not known to compare at all.
         """
@@ -260,7 +256,7 @@ class ReplicaCheck(Observer):
         """
         if self.warns and self.name and not self._has_met_excuse:
             self._has_met_excuse = True
-            self.meet(lambda: f"{self.name}/excused/{self._ledger.finalized}")
+            self.meet(f"{self.name}/excused/{self._ledger.finalized}")
 
     def meet_after_local_steps(self) -> None:
         """Compare in the next step, because the replicas have trained apart before it.
@@ -268,7 +264,7 @@ class ReplicaCheck(Observer):
         If only some ranks have, only these come here, and nothing is compared.
         """
         if self.name:
-            self.meet(lambda: f"{self.name}/local/{self._ledger.finalized}")
+            self.meet(f"{self.name}/local/{self._ledger.finalized}")
 
     @property
     def are_comparable(self) -> bool:
@@ -323,30 +319,22 @@ class ReplicaCheck(Observer):
         hook = self._queue.averaging.comm_hook
         was_hooked = hook is not None and hook.has_run and is_foreign(hook)
         self.postpone()
-        self._meeting = None if self._is_scheduled else self.meets_at
-        step, self.meets_at = self._ledger.finalized, None
-        self._under_way = _Snapshot(step, tensors, buffer_sums, digest, was_hooked)
+        place = "" if self._is_scheduled else self.meets_at
+        step, self.meets_at = self._ledger.finalized, ""
+        snapshot = _Snapshot(step, tensors, buffer_sums, digest, was_hooked, place)
+        if place:
+            with suppress(RuntimeError):  # if the store is lost, nobody compares
+                group = self._queue.communicator.group
+                row = self._row(snapshot)
+                post_json(group_store(group, place), "row", group.rank(), row)
+        self._under_way = snapshot
         self._queue.observers.append(
             self, first=True
         )  # before those that step optimizers
 
-    def begins(self) -> None:
-        """Put the checksum into the store, if it is compared there.
-
-        All ranks have done so when this backward's averages are there.
-        """
-        if self._meeting is None or self._under_way is None:
-            return
-        place, self._meeting = self._meeting(), None
-        self._under_way = snapshot = self._under_way._replace(place=place)
-        with suppress(RuntimeError):  # if the store is lost, nobody compares
-            group = self._queue.communicator.group
-            row = self._row(snapshot)
-            post_json(group_store(group, place), "row", group.rank(), row)
-
     def postpone(self) -> None:
         """Drop the checksum of `begin`, so that no backward's end will compare it."""
-        self._under_way = self._meeting = None
+        self._under_way = None
         self._queue.observers.remove(self)
 
     # -- at the end of a backward ------------------------------------------------------

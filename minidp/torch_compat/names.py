@@ -229,7 +229,7 @@ class TorchNames:
         if self.process_group is not old:
             self._replication.move()
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
-        self._replication.compare_on(self.process_group, alone=True)
+        self._replication.compare_on(self.process_group, new=True, alone=True)
         if self._replication.check is not None:
             self._guard.replica_check = self._replication.check
 

@@ -46,28 +46,6 @@ def other_rank():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_wrapper_that_only_one_rank_has_is_no_partner(ctx, odd):
-    """The ranks find each other in the other one, which is wrapped alike."""
-    if ctx.rank == odd:
-        more = wrapped(ctx, Two(), init_sync=False)
-        with torch.no_grad():
-            more(X)
-    ddp = wrapped(ctx, Two(), init_sync=False, hang_timeout=20.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for _ in range(3):
-        local_backwards(ctx, ddp)
-        for param in ddp.parameters():
-            dist.all_reduce(param.grad, group=ctx.group)
-        optimizer.step()
-        optimizer.zero_grad()
-        ddp(X).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(ddp)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("options", [{}, {"hang_timeout": None}], ids=str)
 def test_gradients_averaged_by_hand_are_applied(ctx, options):
     ddp, optimizer = setting(ctx, **options)

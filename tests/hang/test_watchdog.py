@@ -19,8 +19,9 @@ class SlowPost:
     """Every word takes a while to write: ``[`` before, ``]`` after."""
 
     interval = 0.01
+    is_awaited = True
 
-    def __init__(self, reducer, key, wake):
+    def __init__(self, reducer, key, wake, *, is_alone):
         self.pid, self._path = os.getpid(), key
 
     def _write(self):

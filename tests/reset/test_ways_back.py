@@ -912,6 +912,19 @@ def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
 
 
 @on_ranks(2)
+def test_a_rank_that_raised_before_its_first_forward(ctx):
+    """Nobody has made sure before that the others compare."""
+    ddp = wrapped(ctx, made(), init_sync=False, hang_timeout=5.0)
+    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
+    if ctx.rank == 0:
+        assert error_of(lambda: step(ctx, ddp, optimizer)).startswith("Collective")
+    ddp.reset(copy_from=0)
+    for number in range(3):
+        step(ctx, ddp, optimizer, number)
+    return state_of(ddp)
+
+
+@on_ranks(2)
 def test_options_that_differ_are_no_matter_of_the_next_wrapper(ctx):
     """It is compared with that of the other rank, whoever has compared before."""
     for odd in (0, 1):
