@@ -37,8 +37,8 @@ _MAX_TOLD = 8  # how many ranks a report describes
 _MAX_TEXT = 1200  # how many characters of another rank's error a report repeats
 _GONE = {  # the text of an alarm -> what happened, perhaps at the end of the data
     ENDED: "its process ended without an error",
-    DELETED: "its DataParallel object was deleted, at the end of the function that "
-    "made it or after an error there",
+    DELETED: "its DataParallel object was deleted, perhaps at the end of the function "
+    "that made it, or after an error there",
 }
 
 

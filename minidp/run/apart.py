@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from minidp.comm import gather_json, launcher_store, post_json
@@ -88,32 +88,33 @@ def _copy_of_host(here: Path, *, is_wished: bool | None) -> Iterator[Path]:
         finally:
             post_json(store, f"{host}/left", rank, "")
         return
-    if store is not None:
-        signal.signal(signal.SIGTERM, _leave)
-    with tempfile.TemporaryDirectory(
-        prefix="minidp-apart-", ignore_cleanup_errors=True
-    ) as made:
-        try:
-            copy = Path(made, here.name)
-            where, why_not = working_copy(here, copy, is_wished=is_wished)
-            if store is not None:
-                post_json(store, f"{host}/copy", 0, [where, why_not])
-            if why_not:
-                raise NoCopyError(why_not)
-            yield Path(where)
-            if store is not None:
-                gather_json(store, f"{host}/left", range(1, size), LEAVE_SECONDS)
-        finally:
-            if store is not None:
-                _let_delete()
+    with ExitStack() as stack:
+        if store is not None:
+            usual = signal.signal(signal.SIGTERM, _leave)
+            stack.callback(signal.signal, signal.SIGTERM, usual)
+        made = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix="minidp-apart-", ignore_cleanup_errors=True
+            )
+        )
+        if store is not None:
+            stack.callback(_ignore_sigterm)  # while the copy is deleted, which is next
+        copy = Path(made, here.name)
+        where, why_not = working_copy(here, copy, is_wished=is_wished)
+        if store is not None:
+            post_json(store, f"{host}/copy", 0, [where, why_not])
+        if why_not:
+            raise NoCopyError(why_not)
+        yield Path(where)
+        if store is not None:
+            gather_json(store, f"{host}/left", range(1, size), LEAVE_SECONDS)
 
 
 def _leave(number: int, _frame: object) -> None:
     """Let the copy be deleted if another rank failed: torchrun then sends SIGTERM."""
-    _let_delete()
+    _ignore_sigterm()
     sys.exit(128 + number)
 
 
-def _let_delete() -> None:
-    """Ignore SIGTERM while the copy is deleted, after which this process ends."""
+def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -413,7 +413,10 @@ def runs_out_of_inputs(ctx: Any) -> str:
 
 def test_a_function_that_ran_out_of_inputs() -> None:
     said, _ = run_fresh(runs_out_of_inputs, 2, **PATIENT)
-    assert "Rank 1 is gone: its DataParallel object was deleted, at the end" in said
+    assert (
+        "Rank 1 is gone: its DataParallel object was deleted, perhaps at the end"
+        in said
+    )
     assert "train inside `with model.join():`" in said
     assert "gave up" not in said
 
