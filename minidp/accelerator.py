@@ -379,3 +379,13 @@ class Download:
         """Let the host wait for the copy, and return it."""
         self._end.wait()
         return self._copy
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's values on the host, which waits for the device.
+
+    ``tensor.cpu()`` copies to memory that is not pinned. While such a copy waits for
+    its turn, CUDA's driver keeps other threads of the process out. So behind a
+    collective that cannot end, the watchdog could not give that up.
+    """
+    return Download(tensor).wait() if has_streams(tensor.device) else tensor.cpu()

@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
-from minidp.accelerator import upload, use_here
+from minidp.accelerator import to_host, upload, use_here
 from minidp.layout import chunks_by_bytes
 
 from .backends import backend_of
@@ -83,7 +83,7 @@ class GatheredSum:
         if values.is_complex():
             values = torch.view_as_real(values)
         count = torch.tensor([len(values)], device=tensor.device)
-        self._counts: list[int] = gather_rows(count, group).flatten().tolist()
+        self._counts: list[int] = to_host(gather_rows(count, group)).flatten().tolist()
         most = max(1, *self._counts)  # a backend may refuse empty messages
         self._shape = (most, *values.shape[1:])
         padded_indices = indices.new_zeros(len(indices), most)
@@ -235,7 +235,7 @@ def gather_integers(
         device: Where the message lies; the backend may allow only one kind.
     """
     mine = upload(values, torch.int64, device)
-    rows: list[list[int]] = gather_rows(mine, group).tolist()
+    rows: list[list[int]] = to_host(gather_rows(mine, group)).tolist()
     return rows
 
 
@@ -260,9 +260,10 @@ def gather_bytes(
         lengths = [row[0] for row in gather_integers([len(buffer)], group, device)]
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    rows = to_host(gather_rows(mine, group))
     return [
-        bytes(theirs[:length].cpu().numpy().tobytes())
-        for theirs, length in zip(gather_rows(mine, group), lengths, strict=True)
+        bytes(theirs[:length].numpy().tobytes())
+        for theirs, length in zip(rows, lengths, strict=True)
     ]
 
 
@@ -280,7 +281,7 @@ def broadcast_integers(
     """
     message = upload(values, torch.int64, device)
     wait_for_message(start_broadcast(message, group, 0), device, group)
-    return [int(value) for value in message.tolist()]
+    return [int(value) for value in to_host(message).tolist()]
 
 
 def broadcast_coalesced(

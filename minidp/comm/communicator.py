@@ -453,13 +453,23 @@ class Communicator:
 
         It is late if it is over its limit, or if it takes long and another rank has
         given up.
+
+        The device is asked only if the collective would be late. While a thread of the
+        user waits for a copy to the host, a question may last as long as the copy, and
+        keep all threads of Python from running.
         """
-        oldest = self._seen_by_the_watchdog()
-        if oldest is None:
+        with self._lock:
+            launched = list(self._on_device)
+        if not any(map(self._would_be_late, launched)):
             return None
-        takes_long = oldest.waited > SLICE_SECONDS
-        is_late = oldest.waited > oldest.allowed
-        return oldest if is_late or (takes_long and self.is_hopeless(oldest)) else None
+        oldest = self._seen_by_the_watchdog()
+        return oldest if oldest is not None and self._would_be_late(oldest) else None
+
+    def _would_be_late(self, launched: InFlight) -> bool:
+        """Return whether a collective is late if it still runs."""
+        if launched.waited > launched.allowed:
+            return True
+        return launched.waited > SLICE_SECONDS and self.is_hopeless(launched)
 
     def _seen_by_the_watchdog(self) -> InFlight | None:
         """Return the oldest collective on a device, for the thread of the watchdog.

@@ -7,28 +7,36 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import distributed_c10d as c10d
 
 from .backends import backend_name, group_timeout
+from .collectives import all_reduce
 from .endings import free_left_behind
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import key_prefix
 from .work import waiting
 
 
-def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
+def fresh_group(
+    group: ProcessGroup, key: str, device: torch.device | None = None
+) -> ProcessGroup:
     """Create a group of the same ranks, with the same backend and timeout.
 
     All ranks of the group must call it together. They wait for each other until they
-    are connected. The new group is known to torch.distributed, and the old one stays as
-    it is, because other objects may use it.
+    are connected, also on a device, if one is given. There the first collective would
+    wait for that otherwise, and nothing could end that wait if a rank never came.
+
+    The new group is known to torch.distributed, and the old one stays as it is, because
+    other objects may use it.
 
     Args:
         group: The group to replace.
         key: A name for the new one, which must be the same on all ranks, and must not
             have been used with ``group`` before.
+        device: A device on which the new group will have collectives.
     """
     # new_group() names a group by the number of groups in this process: ranks whose
     # numbers differ would wait for each other.
@@ -46,6 +54,9 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
         )[0]
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     _fresh.add(created)
+    if device is not None:
+        with waiting():
+            all_reduce(torch.zeros(1, device=device), created)
     return created
 
 

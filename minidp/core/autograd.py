@@ -39,10 +39,18 @@ NO_TASK = -1
 
 # Return the id of the backward (graph task) on this thread, or NO_TASK.
 current_task: Callable[[], int] = _C._current_graph_task_id
-# Make autograd call a function when the current, innermost graph task ends. Exceptions
-# reach the caller of ``backward()``. Not called if the backward raises.
-queue_final_callback: Callable[[Callable[[], None]], None]
-queue_final_callback = Variable._execution_engine.queue_callback
+
+
+def queue_final_callback(function: Callable[[], None]) -> None:
+    """Make autograd call a function when the current, innermost graph task ends.
+
+    Exceptions reach the caller of ``backward()``. It is not called if the backward
+    raises. Autograd may drop the callback a moment after ``backward()`` has returned,
+    on the thread of a device. What the function holds is free before: else the memory
+    of a wrapper could outlive the wrapper.
+    """
+    waiting = [function]
+    Variable._execution_engine.queue_callback(lambda: waiting.pop()())
 
 
 # -- contexts of the user --------------------------------------------------------------

@@ -281,7 +281,7 @@ class ItemCounts(Observer):
         # From here on this stream reads what others have computed.
         use_here(*counts, *losses, *(is_average for *_, is_average in step.averages))
         is_stale = step.is_stale()
-        row[_FLAGS] = step.flags
+        row[_FLAGS].fill_(step.flags)  # what is assigned comes from the host, on CUDA
         if isinstance(is_stale, Tensor):
             row[_FLAGS] += is_stale.to(row, non_blocking=True) * STALE
         row[_COUNT] = total(counts, row.device)

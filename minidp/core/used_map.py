@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from minidp.accelerator import upload
+from minidp.accelerator import to_host, upload
 from minidp.comm import Communicator
 
 from .exchange import Exchange
@@ -86,7 +86,7 @@ class UsedMap:
         if not was_open or self._is_known:
             return frozenset()
         # One wait for the device, and no kernel there. On the CPU it copies nothing.
-        counts = self._parts.cpu().sum(0)
+        counts = to_host(self._parts).sum(0)
         return frozenset(torch.nonzero(counts == 0).flatten().tolist())
 
     @property

@@ -98,7 +98,8 @@ def agree_and_reset(
             if group.rank() in wrong:
                 reducer.note_incomplete()
             comm.note_replaced(group)
-            group = comm.fresh_group(group, key)
+            device = communicator.device if communicator.is_on_device else None
+            group = comm.fresh_group(group, key, device)
         else:
             queue.drain()
         comm.renew_side_groups(group, key)

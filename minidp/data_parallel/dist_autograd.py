@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minidp.accelerator import to_host
 from minidp.core import GradStore, Reducer, is_rpc_up
 from minidp.errors import GradientError, explain
 
@@ -169,7 +170,7 @@ class RpcStore(GradStore):
         Raises:
             GradientError: Some parameter was.
         """
-        counted = zip(self._params, counts.tolist(), strict=True)
+        counted = zip(self._params, to_host(counts).tolist(), strict=True)
         size = self._communicator.size
         if partly := [param for param, n in counted if 0 < n < size]:
             raise self._partly_used(partly)

@@ -13,18 +13,26 @@ import torch
 SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
 _WORD = 4  # bytes
 _CHUNK = 2**17  # words to be summed up at once: so many stay in a cache
+_CHUNKS_ON_DEVICE = 8  # at once there; more would take more memory than they save time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one checksum (0-D int64) of the bits of one or more tensors, in order."""
+def digest_of(
+    tensors: Sequence[torch.Tensor], *, of_values: bool = False
+) -> torch.Tensor:
+    """Return one checksum (0-D int64) of the bits of one or more tensors, in order.
+
+    With ``of_values`` equal values count as equal: zeros of both signs, and all NaNs.
+    """
     small: dict[torch.device, list[torch.Tensor]] = {}
     sums = []
     for tensor in tensors:
         if tensor.nbytes < SMALL_BYTES:
-            small.setdefault(tensor.device, []).append(_plain(tensor).view(torch.uint8))
+            flat = _plain(tensor)
+            flat = _normal(flat) if of_values else flat
+            small.setdefault(tensor.device, []).append(flat.view(torch.uint8))
         else:
-            sums.append(sum_of_bits(tensor))
+            sums.append(sum_of_bits(tensor, of_values=of_values))
     sums += [sum_of_bits(torch.cat(pieces)) for pieces in small.values()]
     found = torch.stack([each.to(sums[0].device) for each in sums])
     # The factors are odd, so that no change of a single number is lost modulo 2**64,
@@ -33,33 +41,55 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return (found * factors).sum()
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(tensor: torch.Tensor, *, of_values: bool = False) -> torch.Tensor:
     """Return a checksum of a tensor's bits, as a 0-D int64 that wraps around.
 
     It is the sum of the tensor's words of 4 bytes, each times an odd factor of its own.
     A change of one element changes the sum, and so does an exchange of two elements.
     But the changes of the two words of an element of 8 bytes may, rarely, cancel out.
+
+    A large tensor is summed up in parts, so that this takes a few MiB of memory only.
+
+    Args:
+        tensor: The tensor.
+        of_values: Whether zeros of both signs count as equal, and all NaNs.
     """
     flat = _plain(tensor)
     size = flat.element_size()
     if flat.storage_offset() * size % _WORD:  # a part of another tensor, on this rank
         flat = flat.clone()
     count = flat.numel() * size // _WORD * _WORD // size
-    words = flat[:count].view(torch.int32)
-    rest = flat[count:].view(_INTEGERS[size]).long()  # less than a word
-    factors = 2 * torch.arange(min(len(words), _CHUNK), device=flat.device) + 1
-    places = len(words) + torch.arange(len(rest), device=flat.device)
-    total = (rest * (2 * places + 1)).sum()
-    done = 0 if words.is_cpu else len(words) // _CHUNK * _CHUNK
-    if done:
-        total += _sum_of_table(words[:done].view(-1, _CHUNK), factors)
-    for start in range(done, len(words), _CHUNK):
-        chunk = words[start : start + _CHUNK].long()
-        total += (chunk * factors[: len(chunk)]).sum() + 2 * start * chunk.sum()
+    num_words = count * size // _WORD
+    rest = _normal(flat[count:]) if of_values else flat[count:]  # less than a word
+    places = num_words + torch.arange(len(rest), device=flat.device)
+    total = (rest.view(_INTEGERS[size]).long() * (2 * places + 1)).sum()
+    factors = 2 * torch.arange(min(num_words, _CHUNK), device=flat.device) + 1
+    step = _CHUNK * (1 if flat.is_cpu else _CHUNKS_ON_DEVICE) * _WORD // size
+    for start in range(0, count, step):
+        part = flat[start : min(start + step, count)]
+        words = (_normal(part) if of_values else part).view(torch.int32)
+        total += _sum_of_words(words, factors, start * size // _WORD)
     return total
 
 
-def _sum_of_table(table: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def _sum_of_words(
+    words: torch.Tensor, factors: torch.Tensor, first: int
+) -> torch.Tensor:
+    """Return what `sum_of_bits` adds for the words from number ``first`` on."""
+    done = 0 if words.is_cpu else len(words) // _CHUNK * _CHUNK
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    if done:
+        total += _sum_of_table(words[:done].view(-1, _CHUNK), factors, first)
+    for start in range(done, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].long()
+        total += (chunk * factors[: len(chunk)]).sum()
+        total += 2 * (first + start) * chunk.sum()
+    return total
+
+
+def _sum_of_table(
+    table: torch.Tensor, factors: torch.Tensor, first: int = 0
+) -> torch.Tensor:
     """Return what `sum_of_bits` adds for the chunks that are rows of a table.
 
     On a device each chunk would be eight kernels, 27,000 for a GiB. The factor of a
@@ -68,8 +98,16 @@ def _sum_of_table(table: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """
     rows = table.sum(1, dtype=torch.int64)
     columns = table.sum(0, dtype=torch.int64)
-    starts = table.size(1) * torch.arange(len(rows), device=table.device)
+    starts = first + table.size(1) * torch.arange(len(rows), device=table.device)
     return (columns * factors[: len(columns)]).sum() + (2 * starts * rows).sum()
+
+
+def _normal(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in which -0 is 0, and all NaNs are the same one."""
+    if not values.is_floating_point():
+        return values
+    values = values + 0
+    return values.masked_fill_(values.isnan(), float("nan"))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from minidp import world
+from minidp.accelerator import to_host
 from minidp.comm import (
     exchange_device,
     gather_integers,
@@ -526,7 +527,7 @@ class ReplicaCheck(Observer):
 
         Parameters are compared as they are now, buffers as they were at `begin`.
         """
-        own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
+        own = [to_host(sum_of_bits(tensor)) for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
         columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)

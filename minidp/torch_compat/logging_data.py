@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minidp.accelerator import to_host
 from minidp.comm import backend_name
 from minidp.core import Observer, Reducer
 
@@ -114,7 +115,7 @@ class LogsUnused(Observer):
 
     def finished(self) -> None:
         """Log the names of parameters that no rank has used, if there are any."""
-        counts = self._queue.used_map.last_counts.tolist()
+        counts = to_host(self._queue.used_map.last_counts).tolist()
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
         if unused:
             names = ", ".join(unused)

@@ -26,4 +26,4 @@ def test_my_hook(ctx):
     expected = result_of(Run(ctx, DataParallel, "cpu"), train)
     run = Run(ctx, DataParallel, "sim", way="mixed_nodes")
     assert all(map(torch.equal, expected, result_of(run, train)))  # and no race
-    assert run.costs.host_waits == ("a copy to the host",)  # of the rebuild
+    assert run.costs.host_waits == ("Event.synchronize",)  # of the rebuild

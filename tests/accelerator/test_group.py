@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -182,7 +183,9 @@ def test_a_barrier_lets_the_host_wait(ctx):
 def start(ctx):
     """Make the device in a new process, and a group on it."""
     sim.load()
-    return dist.new_group(backend=sim.BACKEND, timeout=timedelta(seconds=1))
+    group = dist.new_group(backend=sim.BACKEND, timeout=timedelta(seconds=1))
+    dist.all_reduce(torch.ones(3, device="sim"), group=group)
+    return group
 
 
 def wait_for_a_rank_that_does_not_come(ctx):
@@ -225,6 +228,51 @@ def test_the_watchdog_ends_a_process_whose_collective_is_late(pool):
         run_fresh(wait_for_a_rank_that_does_not_come, 2, group_timeout=3)
     errors = [caught.value, *caught.value.others]
     assert [e.exit_code for e in errors if e.rank == 0] == [134]
+
+
+def connect_to_nobody(ctx):
+    sim.load()
+    group = dist.new_group(backend=sim.BACKEND, timeout=timedelta(seconds=3))
+    if ctx.rank == 0:
+        threading.Timer(0.5, group.abort).start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="did not connect in time"):
+            dist.all_reduce(torch.ones(3, device="sim"), group=group)
+        assert 2 < time.monotonic() - begin < 60
+
+
+@pytest.mark.fault
+def test_the_host_waits_in_the_first_collective_and_no_abort_ends_that(pool):
+    run_fresh(connect_to_nobody, 2)
+
+
+def copy_behind_a_collective(ctx):
+    group, asked = start(ctx), []
+
+    def ask(event):
+        asked.append((event.query(), time.monotonic()))
+
+    x = torch.ones(3, device="sim")
+    if ctx.rank == 1:
+        time.sleep(0.6)
+        dist.all_reduce(x, group=group)
+        return
+    event = torch.Event("sim")
+    event.record()
+    torch.accelerator.synchronize()
+    dist.all_reduce(x, group=group)
+    thread = threading.Timer(0.2, ask, [event])
+    thread.start()
+    begin = time.monotonic()
+    x.tolist()
+    thread.join()
+    assert asked[0][0]
+    assert asked[0][1] - begin > 0.4
+
+
+@pytest.mark.fault
+def test_a_copy_to_pageable_memory_keeps_other_threads_out(pool):
+    run_fresh(copy_behind_a_collective, 2)
 
 
 @pytest.mark.fault

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel, comm_hooks
+from minidp.replica import digest_of
 from tests.accelerator.training import Run
 from tests.support import sim
 from tests.support.ranks import on_ranks
@@ -86,3 +87,35 @@ def test_a_comm_hook_has_the_memory_of_gradients_that_become_views(ctx):
     theirs = peaks(ctx, DistributedDataParallel, options, **more)
     ours = peaks(ctx, DataParallel, options, **more)
     assert all(a <= MORE * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+def test_nothing_of_a_wrapper_outlives_it(ctx, views):
+    """Not even for a moment, on the thread that autograd has for the device.
+
+    That thread lets go of the last callback when the backward has returned already.
+    """
+    options = {"gradient_as_bucket_view": views, "process_group": ctx.group}
+    left = []
+    for _ in range(20):
+        module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(ctx.device)
+        ddp = DataParallel(module, **options)
+        for _ in range(2):
+            ddp(torch.ones(4, 64, device=ctx.device)).sum().backward()
+        del ddp, module
+        gc.collect()
+        torch.accelerator.synchronize()
+        left.append(torch.accelerator.memory_allocated())
+    assert set(left) == {left[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_comparison_takes_little_memory(dtype):
+    """However large a tensor is; all are read in parts."""
+    sim.load()
+    values = torch.ones(1 << 24, dtype=dtype, device="sim")
+    for of_values in (False, True):
+        with sim.costs() as costs:
+            digest_of([values, values], of_values=of_values)
+        assert costs.peak < 24 << 20

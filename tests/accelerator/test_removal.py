@@ -104,7 +104,6 @@ WRITTEN_ON = body(
 PAUSED = body(AUDIT.test_a_paused_backward_copies_on_a_stream_that_the_bucket_waits_for)
 TIMES = body(AUDIT.test_a_recording_has_the_times_of_the_device)
 LOOKED_AT = body(WAITS.test_averages_are_looked_at_on_the_stream_of_an_output)
-READ = body(WAITS.test_counts_are_read_when_they_are_here)
 FILLED = body(
     WAITS.test_a_bucket_is_launched_from_the_stream_that_has_filled_it, options={}
 )
@@ -151,13 +150,13 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "BucketStreams.gather _record": DROPPED,
         "After.__init__ self._event.record": LOOKED_AT,
         "After.hold_back current_stream(self._device).wait_event": LOOKED_AT,
-        "After.wait self._event.synchronize": READ,
+        "After.wait self._event.synchronize": MESSAGES,
         "Timer.__init__ self._origin.synchronize": body(
             WAITS.test_a_timer_begins_when_the_device_is_there
         ),
         "Timer.mark event.record": TIMES,
         "Timer.settle synchronize": TIMES,
-        "Download.wait self._end.wait": READ,
+        "Download.wait self._end.wait": MESSAGES,
     },
     "comm/collectives.py": {
         "gather_rows wait_for_message": MESSAGES,

@@ -122,11 +122,13 @@ def freed_while_written(ctx: Any, options: dict[str, Any]) -> tuple[bool, bool]:
     The bucket belongs to a side stream, and the default stream writes to it.
     """
     here, side = torch.cuda.default_stream(), torch.cuda.Stream()
+    options = options | {"process_group": ctx.group}
+    DataParallel(HalfUsed().to(ctx.device), **options)(1).backward()  # loads kernels
     module, cycles = HalfUsed().to(ctx.device), measure.cycles_of(SECONDS / 4)
     node = torch.autograd.graph.get_gradient_edge(module.used).node  # on this stream
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        ddp = DataParallel(module, process_group=ctx.group, **options)
+        ddp = DataParallel(module, **options)
     here.wait_stream(side)
     ddp(cycles).backward()
     del ddp, node
@@ -153,7 +155,7 @@ def test_memory_of_a_bucket_that_dies_before_it_is_full(
 
 
 def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list[bool]:
-    """Whether the host waits in forward and backward, by our clock.
+    """Whether the host waits in a step, by our clock.
 
     Where torch knows of a wait it raises.
     """
@@ -162,6 +164,7 @@ def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list
     )
     if hook:
         ddp.register_comm_hook(ctx.group, getattr(comm_hooks, hook))
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.01)
     one = torch.ones((), device=ctx.device)  # of items; the host does not know how many
 
     def backward(x: torch.Tensor) -> None:
@@ -169,15 +172,21 @@ def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list
             ddp.count_items(one)
         ddp(x).pow(2).sum().backward()
 
+    def apply() -> None:
+        if "average_over" not in options:  # the counts are read before a step
+            sgd.step()  # without any, the ranks would be compared
+
     for step in range(WARM_UP):
         ddp.zero_grad()
         backward(scenarios.inputs(ctx, step))
+        apply()
     x = scenarios.inputs(ctx, WARM_UP)
     if "static_graph" not in options:
         ddp.zero_grad()
         with ddp.no_sync():  # loads the kernel that accumulates, for which the host
             backward(x)  # waits
         backward(x)
+        apply()
 
     def step_of(num_backwards: int) -> None:
         ddp.zero_grad()
@@ -186,6 +195,7 @@ def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list
                 with ddp.no_sync():
                     backward(x)
             backward(x)
+            apply()
 
     numbers = [1, 1] if "static_graph" in options else [1, 2]
     found = [measure.waits(SECONDS, partial(step_of, n)) for n in numbers]

@@ -4,12 +4,15 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <iostream>
 #include <list>
+#include <optional>
+#include <set>
 #include <thread>
 
 #include "memory.h"
@@ -251,6 +254,7 @@ class Group final : public c10d::Backend {
   Group(std::vector<BackendPtr> gloos, milliseconds timeout)
       : Backend(gloos.at(0)->getRank(), gloos.at(0)->getSize()),
         gloos_(std::move(gloos)),
+        timeout_(timeout),
         outstanding_(health_, timeout) {
     for (int device = 0; device < kNumDevices; ++device) streams_.push_back(next_group_id(device));
     last_.resize(kNumDevices);
@@ -263,6 +267,7 @@ class Group final : public c10d::Backend {
     return true;
   }
   void setTimeout(milliseconds timeout) override {
+    timeout_ = timeout;
     outstanding_.set_timeout(timeout);
   }
   void setSequenceNumberForGroup() override {}
@@ -491,6 +496,7 @@ class Group final : public c10d::Backend {
     health_->check();
     const auto all = joined(std::move(collectives));
     const int device = all.device;
+    connect(device);
     const c10::Device on(kSim, static_cast<c10::DeviceIndex>(device));
     c10::DeviceGuard device_guard(on);
     const auto id = is_async ? streams_.at(device) : current_stream_id(device);
@@ -560,6 +566,26 @@ class Group final : public c10d::Backend {
     work.wait();
   }
 
+  // As NCCL in the first collective of a device: the host waits there until all ranks have come.
+  // abort() does not end that, because it does not know this communicator yet.
+  void connect(int device) {
+    auto& gloo = *communicator_of(device);
+    {
+      std::lock_guard<std::mutex> lock(used_mutex_);
+      if (connected_.count(device)) return;
+    }
+    std::optional<pybind11::gil_scoped_release> released;
+    if (PyGILState_Check()) released.emplace();
+    const auto deadline = SteadyClock::now() + timeout_.load();
+    const auto work = gloo.barrier(c10d::BarrierOptions());
+    while (!work->isCompleted() || health_->is_aborted) {
+      TORCH_CHECK(SteadyClock::now() < deadline, "simccl: the ranks did not connect in time");
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    std::lock_guard<std::mutex> lock(used_mutex_);
+    connected_.insert(device);
+  }
+
   // As with NCCL, ranks meet in the order in which they first use their devices, whatever the
   // numbers of these are.
   const BackendPtr& communicator_of(int device) {
@@ -572,6 +598,8 @@ class Group final : public c10d::Backend {
   const std::vector<BackendPtr> gloos_;  // one communicator for each device
   std::mutex used_mutex_;
   std::vector<int> used_;  // devices, in the order of their first collectives
+  std::set<int> connected_;
+  std::atomic<milliseconds> timeout_;
   const std::shared_ptr<Health> health_ = std::make_shared<Health>();
   Outstanding outstanding_;
   std::vector<int64_t> streams_;  // of each device

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <shared_mutex>
 #include <stdexcept>
 
 #include "memory.h"
@@ -17,6 +18,18 @@ bool refuses = false;
 std::atomic<bool> is_tracing{false};
 std::vector<std::string> trace;
 std::string failure;
+
+// As CUDA's driver, which keeps its lock while a copy between a device and pageable memory waits
+// for the device: calls of other threads wait for that, whatever they ask.
+std::shared_mutex& driver_mutex() {
+  static auto* mutex = new std::shared_mutex;
+  return *mutex;
+}
+
+void enter_driver() {
+  if (!is_on_host()) return;  // it drops what it has run
+  std::shared_lock<std::shared_mutex> lock(driver_mutex());
+}
 
 std::string python_stack() {
   if (!is_tracing || !Py_IsInitialized()) return "";
@@ -37,10 +50,12 @@ void note_host_wait(const std::string& reason) {
   if (refuses) throw std::runtime_error("sim: the host waits for the device: " + reason);
 }
 
-void wait_without_gil(const std::vector<MomentPtr>& moments) {
+void wait_without_gil(const std::vector<MomentPtr>& moments, bool keeps_driver = false) {
   {
     std::optional<pybind11::gil_scoped_release> released;
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+    std::unique_lock<std::shared_mutex> driver(driver_mutex(), std::defer_lock);
+    if (keeps_driver) driver.lock();
     for (const auto& moment : moments) moment->wait();
   }
   StateLock lock(state_mutex());
@@ -68,6 +83,7 @@ void launch(
     std::function<void()> work,
     Kind kind) {
   const auto where = python_stack();
+  enter_driver();
   StateLock lock(state_mutex());
   launch_locked(stream, name, where, ranges, std::move(work), kind);
 }
@@ -97,6 +113,7 @@ void launch_locked(
 }
 
 MomentPtr record(Stream& stream) {
+  enter_driver();
   StateLock lock(state_mutex());
   tell_host_clock(stream);
   ++counters.events;
@@ -107,6 +124,7 @@ MomentPtr record(Stream& stream) {
 
 void wait_for(Stream& stream, const MomentPtr& moment) {
   if (!moment) return;
+  enter_driver();
   StateLock lock(state_mutex());
   stream.clock.merge(moment->clock);
   ++counters.stream_waits;
@@ -129,6 +147,12 @@ void synchronize(Stream& stream, const std::string& reason) {
   raise_failure();
 }
 
+void synchronize_with_driver(Stream& stream, const std::string& reason) {
+  note_host_wait(reason);
+  wait_without_gil({record(stream)}, /*keeps_driver=*/true);
+  raise_failure();
+}
+
 void synchronize_device(int device, const std::string& reason) {
   note_host_wait(reason);
   drain(device);
@@ -141,6 +165,7 @@ void drain(int device) {
 
 bool has_happened(const MomentPtr& moment) {
   if (!moment) return true;
+  enter_driver();
   if (!moment->has_happened()) return false;
   own_clock.merge(moment->clock);
   return true;

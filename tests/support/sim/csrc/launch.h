@@ -46,6 +46,9 @@ void queue_behind(Stream& stream, const MomentPtr& moment);
 // `reason` is for the message.
 void host_wait(const MomentPtr& moment, const std::string& reason);
 void synchronize(Stream& stream, const std::string& reason);
+// The same for a copy to pageable memory: until it is over, other threads can do nothing with any
+// device, not even ask whether a moment is over.
+void synchronize_with_driver(Stream& stream, const std::string& reason);
 void synchronize_device(int device, const std::string& reason);  // -1: all
 // Like these, but not counted: for tests and for the device itself.
 void drain(int device);

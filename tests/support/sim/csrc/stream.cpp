@@ -16,6 +16,7 @@ std::atomic<uint64_t> delay_seed{1};
 
 thread_local int device_of_thread = 0;
 thread_local std::array<int64_t, kNumDevices> stream_of_thread{};
+thread_local bool is_thread_of_a_stream = false;
 
 // Never destroyed: threads of streams outlive main().
 std::map<StreamKey, std::unique_ptr<Stream>>& streams() {
@@ -99,6 +100,7 @@ bool Stream::is_idle() {
 }
 
 void Stream::run() {
+  is_thread_of_a_stream = true;
   for (;;) {
     std::function<void()> work;
     {
@@ -165,6 +167,10 @@ int64_t next_pool_id(int device) {
 int64_t next_group_id(int device) {
   static std::array<std::atomic<int64_t>, kNumDevices> next{};
   return 1 + kPoolSize + next.at(device)++ % kPoolSize;
+}
+
+bool is_on_host() {
+  return !is_thread_of_a_stream;
 }
 
 int current_device() {

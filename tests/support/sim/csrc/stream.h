@@ -90,6 +90,7 @@ std::vector<Stream*> all_streams(int device);  // -1: of all devices
 int64_t next_pool_id(int device);
 int64_t next_group_id(int device);  // none of the pool: a group would order that stream's work
 
+bool is_on_host();  // whether this thread is none of a stream
 // What is current is so for one thread of the host.
 int current_device();
 int exchange_device(int device);  // returns what was current; a negative number changes nothing

@@ -167,7 +167,11 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
        b = Alias(to),
        held = to.storage(),
        use = std::make_shared<PinnedUse>(target.begin)] { b.on_cpu().copy_(a.on_cpu()); });
-  if (!non_blocking || !is_pinned) synchronize(stream, "a copy to the host");
+  if (!is_pinned) {
+    synchronize_with_driver(stream, "a copy to the host");
+  } else if (!non_blocking) {
+    synchronize(stream, "a copy to the host");
+  }
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
