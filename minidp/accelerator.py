@@ -385,7 +385,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """Return a tensor's values on the host, which waits for the device.
 
     ``tensor.cpu()`` copies to memory that is not pinned. While such a copy waits for
-    its turn, CUDA's driver keeps other threads of the process out. So behind a
-    collective that cannot end, the watchdog could not give that up.
+    its turn, CUDA's driver lets other threads of the process launch nothing, and record
+    and free no event: an autograd thread of another device would wait, too.
     """
     return Download(tensor).wait() if has_streams(tensor.device) else tensor.cpu()

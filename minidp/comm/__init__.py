@@ -7,9 +7,9 @@ Each file imports only from files above it in this list::
     backends        what carries its messages
     stores          values that ranks exchange through torch's key-value store
     endings         leave a group whose collectives still run; end the process
+    collectives     c10d's collectives, as we call them
     side_groups     more groups over the same ranks, for one purpose each
     replacements    a group in place of one that failed
-    collectives     c10d's collectives, as we call them
     communicator    a group, its time limit, errors that name missing ranks
 """
 

@@ -287,6 +287,7 @@ class Communicator:
         """
         self.has_failed = False
         self.lost = ""  # why collectives on a device were given up; "" if none was
+        self._given_up: list[InFlight] = []  # of those, until the next reset
         self._num_kept = 0  # how many were started before the first of those
         self.tally.started = self.tally.launched = self.tally.stepped = 0
         self.group = group
@@ -454,15 +455,17 @@ class Communicator:
         It is late if it is over its limit, or if it takes long and another rank has
         given up.
 
-        The device is asked only if the collective would be late. While a thread of the
-        user waits for a copy to the host, a question may last as long as the copy, and
-        keep all threads of Python from running.
+        This is for the thread of the watchdog, which drops none of them. While another
+        thread waits for a copy to the host (``loss.cpu()``), CUDA lets events be asked,
+        but not freed, so this thread would wait, too.
         """
         with self._lock:
             launched = list(self._on_device)
         if not any(map(self._would_be_late, launched)):
             return None
-        oldest = self._seen_by_the_watchdog()
+        # The device first: else events of another one would take memory on device 0.
+        with accelerator.selected(self.device):
+            oldest = next((each for each in launched if not each.is_over()), None)
         return oldest if oldest is not None and self._would_be_late(oldest) else None
 
     def _would_be_late(self, launched: InFlight) -> bool:
@@ -470,17 +473,6 @@ class Communicator:
         if launched.waited > launched.allowed:
             return True
         return launched.waited > SLICE_SECONDS and self.is_hopeless(launched)
-
-    def _seen_by_the_watchdog(self) -> InFlight | None:
-        """Return the oldest collective on a device, for the thread of the watchdog.
-
-        It selects the device first, because a thread that asks for an event of another
-        one would take memory on device 0.
-        """
-        if not self.is_on_device:
-            return None
-        with accelerator.selected(self.device):
-            return self._oldest_on_device()
 
     def is_hopeless(self, late: InFlight) -> bool:
         """Return whether a rank has given up that a collective needs."""
@@ -520,6 +512,8 @@ class Communicator:
                 self._num_kept = min(running, default=self.tally.started + 1) - 1
                 self.tally.started = self._num_kept
                 self.lost, self.has_failed = why, True
+            # To free their events now might wait for them: see `find_late_on_device`.
+            self._given_up += self._on_device
             self._on_device.clear()
         self.tell_others(self._error_of_lost())
         return True

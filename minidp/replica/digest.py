@@ -13,7 +13,7 @@ import torch
 SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
 _WORD = 4  # bytes
 _CHUNK = 2**17  # words to be summed up at once: so many stay in a cache
-_CHUNKS_ON_DEVICE = 8  # at once there; more would take more memory than they save time
+_CHUNKS_ON_DEVICE = 4  # at once there; more would take more memory than they save time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -136,7 +137,7 @@ def fail(training, waits="item", in_loss=raise_missing):
         if waits == "before the step":
             training.step(FAULT, before_step=synchronize)
         loss = training.step(FAULT)
-        loss.item() if waits == "item" else synchronize()
+        {"item": loss.item, "copy": loss.cpu}.get(waits, synchronize)()
         training.step(FAULT + 1)
 
     begin = time.monotonic()
@@ -169,7 +170,7 @@ def recover_by_a_copy(ctx, waits):
     assert_goes_on(ctx, training)
 
 
-@pytest.mark.parametrize("waits", ["item", "synchronize", "before the step"])
+@pytest.mark.parametrize("waits", ["item", "copy", "synchronize", "before the step"])
 def test_a_rank_raises(fresh, waits):
     fresh.run(recover_by_a_copy, 2, waits)
 
@@ -257,10 +258,10 @@ def forget_to_load(ctx, how):
         assert "of this rank hold an incomplete average" in str(caught.value)
     else:
         assert "Rank 0 gave up: " in str(caught.value)
-    # Rank 1 has queued its step before the error came, and is wrong by now, too.
+    # Rank 1 is wrong, too, if it had queued its step before it heard of the error.
     for _ in range(2):  # another reset() mends nothing
         text, *_ = told(training.model.reset)
-        assert "rank 0, 1 hold an incomplete average" in text
+        assert re.search("rank 0(, 1)? hold an incomplete average", text)
     training.load()
     assert not told(training.model.reset)
     assert_goes_on(ctx, training)

@@ -118,4 +118,4 @@ def test_a_comparison_takes_little_memory(dtype):
     for of_values in (False, True):
         with sim.costs() as costs:
             digest_of([values, values], of_values=of_values)
-        assert costs.peak < 24 << 20
+        assert costs.peak < 8 << 20

@@ -170,7 +170,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "InFlight.is_over self.work.future.wait": ASIDE,
         "InFlight.is_over self.waited_for": HOOK_IS_LATE,
         "Communicator._wait_on_device launched.waited_for": LETS_GO,
-        "Communicator._seen_by_the_watchdog accelerator.selected": body(
+        "Communicator.find_late_on_device accelerator.selected": body(
             WAITS.test_the_watchdog_asks_on_the_device_that_it_means
         ),
         "Communicator._wait_on_device work.wait (2)": body(

@@ -40,9 +40,11 @@ def peaks(ctx: Any, options: dict[str, Any]) -> list[int]:
 
         def train(kind: Any = kind, module: Any = module, x: Any = x) -> None:
             ddp = kind(module, process_group=ctx.group, **options)
+            sgd = torch.optim.SGD(module.parameters(), lr=0.01)
             for _ in range(4):
-                ddp.zero_grad()
+                sgd.zero_grad()
                 ddp(x).sum().backward()
+                sgd.step()
 
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -98,6 +98,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return moment_of(end)->milliseconds() - moment_of(begin)->milliseconds();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    enter_driver();
     delete static_cast<Event*>(event);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {

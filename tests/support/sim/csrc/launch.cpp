@@ -19,16 +19,11 @@ std::atomic<bool> is_tracing{false};
 std::vector<std::string> trace;
 std::string failure;
 
-// As CUDA's driver, which keeps its lock while a copy between a device and pageable memory waits
-// for the device: calls of other threads wait for that, whatever they ask.
+// As CUDA's driver, which keeps its lock while a copy from a device to pageable memory waits for
+// the device. Calls of other threads wait for that, but for questions whether an event has come.
 std::shared_mutex& driver_mutex() {
   static auto* mutex = new std::shared_mutex;
   return *mutex;
-}
-
-void enter_driver() {
-  if (!is_on_host()) return;  // it drops what it has run
-  std::shared_lock<std::shared_mutex> lock(driver_mutex());
 }
 
 std::string python_stack() {
@@ -75,6 +70,15 @@ std::vector<MomentPtr> record_all(int device) {
 }
 
 }  // namespace
+
+void enter_driver() {
+  if (!is_on_host()) return;  // a stream drops what it has run
+  std::shared_lock<std::shared_mutex> lock(driver_mutex(), std::try_to_lock);
+  if (lock) return;
+  std::optional<pybind11::gil_scoped_release> released;
+  if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+  std::shared_lock<std::shared_mutex> when_free(driver_mutex());
+}
 
 void launch(
     Stream& stream,
@@ -165,7 +169,6 @@ void drain(int device) {
 
 bool has_happened(const MomentPtr& moment) {
   if (!moment) return true;
-  enter_driver();
   if (!moment->has_happened()) return false;
   own_clock.merge(moment->clock);
   return true;

@@ -36,6 +36,10 @@ void launch_locked(
     std::function<void()> work,
     Kind kind);
 
+// What each call of the host does first, but for questions: wait while another thread copies to
+// pageable memory.
+void enter_driver();
+
 MomentPtr record(Stream& stream);
 // What `stream` gets from now on runs after `moment`.
 void wait_for(Stream& stream, const MomentPtr& moment);
@@ -46,8 +50,8 @@ void queue_behind(Stream& stream, const MomentPtr& moment);
 // `reason` is for the message.
 void host_wait(const MomentPtr& moment, const std::string& reason);
 void synchronize(Stream& stream, const std::string& reason);
-// The same for a copy to pageable memory: until it is over, other threads can do nothing with any
-// device, not even ask whether a moment is over.
+// The same for a copy to pageable memory: until it is over, other threads can launch nothing on any
+// device, and record or free no event.
 void synchronize_with_driver(Stream& stream, const std::string& reason);
 void synchronize_device(int device, const std::string& reason);  // -1: all
 // Like these, but not counted: for tests and for the device itself.
