@@ -127,9 +127,7 @@ def freed_while_written(ctx: Any, options: dict[str, Any]) -> tuple[bool, bool]:
         taken.clear()
         torch.cuda.synchronize()
         module = HalfUsed().to(ctx.device)
-        node = torch.autograd.graph.get_gradient_edge(
-            module.used
-        ).node
+        node = torch.autograd.graph.get_gradient_edge(module.used).node
         side.wait_stream(here)
         with torch.cuda.stream(side):
             ddp = DataParallel(module, process_group=ctx.group, **options)
