@@ -110,11 +110,11 @@ def test_nothing_of_a_wrapper_outlives_it(ctx, views):
     assert set(left) == {left[0]}
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_comparison_takes_little_memory(dtype):
+def test_a_comparison_takes_little_memory(ctx, dtype):
     """However large a tensor is; all are read in parts."""
-    sim.load()
-    values = torch.ones(1 << 24, dtype=dtype, device="sim")
+    values = torch.ones(1 << 24, dtype=dtype, device=ctx.device)
     for of_values in (False, True):
         with sim.costs() as costs:
             digest_of([values, values], of_values=of_values)
