@@ -95,6 +95,8 @@ class PeerMonitor:
     methods.
     """
 
+    is_alone = False  # whether the other ranks are not known to have such a wrapper
+
     def find_lost(self, started: int) -> str:
         """Say why collective number ``started`` cannot finish, or "" if it may.
 

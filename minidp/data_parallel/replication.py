@@ -9,6 +9,7 @@ compared, because a script may change the parameters of one rank alone.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Literal
 
@@ -47,6 +48,7 @@ class Replication:
     ) -> None:
         self._reducer = reducer
         self._key = key  # equal on all ranks, unless they may wrap alone
+        self._met_at = ""  # the place at which all ranks have met, see `_have_met`
         self._num_resets = 0
         self.ignored = ignored  # names of parameters and module buffers
         self.doubts = Doubts()
@@ -171,7 +173,17 @@ class Replication:
 
     def key_now(self) -> str:
         """Return the wrapper's place in the store, which is new after each reset."""
-        return f"{self._key}/{self._num_resets}"
+        return f"{self._met_at or self._key}/{self._num_resets}"
+
+    def _have_met(self, place: str) -> None:
+        """Use the place at which all ranks have met until the next reset.
+
+        With ``init_sync=False`` the first place is only this rank's number for the
+        wrapper. If one rank has made a wrapper more than others, they differ.
+        """
+        communicator = self._reducer.communicator
+        self._met_at = place
+        communicator.peers.move_to(communicator.group, place)
 
     def compare_on(self, group: ProcessGroup, *, new: bool, alone: bool) -> None:
         """Compare the replicas of a group from now on, as often as `every` says.
@@ -196,6 +208,7 @@ class Replication:
                 self._reducer.queue, ledger, self.every, self.doubts
             )
             self.check.warns = self.warns
+            self.check.have_met = weakref.WeakMethod(self._have_met)
         if alone:
             self.check.reset()
             self.check.meet("", is_first=True)
@@ -207,6 +220,7 @@ class Replication:
         """
         self._count_if_new()  # a rank may not have come to its first forward
         self._num_resets += 1
+        self._met_at = ""  # some ranks may not have come there
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
@@ -229,7 +243,7 @@ class Replication:
     def postpone_comparison(self) -> None:
         """Forget the checksum of a forward, so that its backward compares nothing."""
         if self.check is not None:
-            self.check.postpone()
+            self.check.put_off()
 
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
         """Take a checksum of this replica if a comparison is due.
@@ -272,6 +286,7 @@ class Replication:
         if not has_store(communicator.group):
             return
         self._key, self._num_resets = self._common_key("moved"), 0
+        self._met_at = ""
         communicator.peers.move_to(communicator.group, self._key, has_met=False)
 
     def _common_key(self, why: str) -> str:

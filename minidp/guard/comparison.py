@@ -244,7 +244,7 @@ class Comparison:
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
-        if passed is None and patience is None:
+        if patience is None and (passed is None or communicator.peers.is_alone):
             patience = PATIENCE_SECONDS
         meeting = _Meeting(store, topic, ranks, passed, patience)
         self._is_asking = True

@@ -59,7 +59,7 @@ class Heartbeat(PeerMonitor):
         is_alone: bool = False,
     ) -> None:
         communicator = reducer.communicator
-        self._is_alone = is_alone  # perhaps: see `Watchdog.start_heartbeat`
+        self.is_alone = is_alone  # perhaps: see `Watchdog.start_heartbeat`
         self.pid = os.getpid()
         self._calm_seconds = min(MAX_INTERVAL, communicator.seconds / 10)
         self._asked = 0.0  # when the last question was asked
@@ -84,7 +84,7 @@ class Heartbeat(PeerMonitor):
         and so are open questions of the kind `Passed`, which nobody would answer. To
         connect to the store may take 2 s.
         """
-        self._is_alone &= not has_met
+        self.is_alone &= not has_met
         self._open(group, key, has_met=has_met)
 
     def _open(self, group: ProcessGroup, key: str, *, has_met: bool) -> None:
@@ -250,7 +250,7 @@ class Heartbeat(PeerMonitor):
     @property
     def is_awaited(self) -> bool:
         """Whether other ranks may wait for this replica."""
-        return not self._is_alone or self._tally.launched > 0
+        return not self.is_alone or self._tally.launched > 0
 
     def say_goodbye(self, why: str) -> None:
         """Tell the other ranks at once, not in the next `tick`, that this one gives up.

@@ -31,7 +31,7 @@ waits for nobody (`ReplicaCheck.meet`)::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -188,6 +188,8 @@ class ReplicaCheck(Observer):
         # A new name in the store, equal on all ranks; "" without a store.
         self.name = ""
         self.meets_at = ""  # where in the store the next comparison is, see `meet`
+        # Called with the place when all ranks have met for the first time.
+        self.have_met: Callable[[], Callable[[str], None] | None] = lambda: None
         self._base = 0  # the step at which the schedule began
         self._is_shared = True  # whether all ranks are known to compare in these steps
         self.missed_steps = ""  # on which ranks an optimizer made fewer steps
@@ -270,16 +272,18 @@ class ReplicaCheck(Observer):
     @property
     def are_comparable(self) -> bool:
         """Whether replicas have to be equal in each forward, as far as is known."""
-        hook = self._queue.averaging.comm_hook
-        is_hooked = hook is not None and hook.has_run and is_foreign(hook)
-        return self._agrees_before_steps and (self._hook_agrees or not is_hooked)
+        return self._agrees_before_steps and (self._hook_agrees or not self._is_hooked)
 
     @property
     def excuses(self) -> int:
         """Why this rank's replica may differ legally, as bits, or 0 without reason."""
+        return self._excuses(was_hooked=self._is_hooked)
+
+    @property
+    def _is_hooked(self) -> bool:
+        """Whether a foreign comm hook has made averages."""
         hook = self._queue.averaging.comm_hook
-        is_hooked = hook is not None and hook.has_run and is_foreign(hook)
-        return self._excuses(was_hooked=is_hooked)
+        return hook is not None and hook.has_run and is_foreign(hook)
 
     def _excuses(self, *, was_hooked: bool) -> int:
         doubts = self._doubts
@@ -317,12 +321,10 @@ class ReplicaCheck(Observer):
             tensors = {n: t for n, t in tensors.items() if n in suspected} or tensors
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
-        hook = self._queue.averaging.comm_hook
-        was_hooked = hook is not None and hook.has_run and is_foreign(hook)
         self.postpone()
         place = "" if self._is_scheduled else self.meets_at
         step, self.meets_at = self._ledger.finalized, ""
-        snapshot = _Snapshot(step, tensors, buffer_sums, digest, was_hooked, place)
+        snapshot = _Snapshot(step, tensors, buffer_sums, digest, self._is_hooked, place)
         if place:
             with suppress(RuntimeError):  # if the store is lost, nobody compares
                 group = self._queue.communicator.group
@@ -337,6 +339,14 @@ class ReplicaCheck(Observer):
         """Drop the checksum of `begin`, so that no backward's end will compare it."""
         self._under_way = None
         self._queue.observers.remove(self)
+
+    def put_off(self) -> None:
+        """Do the same, but meet the other ranks later, if that was the plan."""
+        dropped = self._under_way
+        self.postpone()
+        if dropped is not None and dropped.place and not self.meets_at:
+            self._withdraw(dropped.place)
+            self.meets_at = dropped.place
 
     # -- at the end of a backward ------------------------------------------------------
 
@@ -359,11 +369,17 @@ class ReplicaCheck(Observer):
         assert snapshot is not None
         self.postpone()
         if snapshot.place:
-            if not (rows := self._rows_met(snapshot.place)):
+            rows = self._rows_met(snapshot.place)
+            # A foreign hook may not let the ranks wait for each other, so that only the
+            # last one would find all others here.
+            if not rows or (not self._is_shared and self._is_hooked):
+                self._withdraw(snapshot.place)
                 return
             # All ranks have met, so from now on all of them have the same schedule.
             if not self._is_shared:
                 self._is_shared, self.name = True, snapshot.place
+                if (have_met := self.have_met()) is not None:
+                    have_met(snapshot.place)
         else:
             rows = self._gather(self._row(snapshot))
         steps, all_reasons, have_optimizers, digests = zip(*rows, strict=True)
@@ -418,6 +434,15 @@ class ReplicaCheck(Observer):
             rows = read_json(group_store(group, place), "row", range(group.size()))
             return [*rows.values()] if len(rows) == group.size() else []
         return []
+
+    def _withdraw(self, place: str) -> None:
+        """Take back what this rank has put into the store, where nobody has met it.
+
+        Else another wrapper of another rank might take it for that of its counterpart.
+        """
+        group = self._queue.communicator.group
+        with suppress(RuntimeError):
+            group_store(group, place).delete_key(f"row/{group.rank()}")
 
     def _agree(self, step: int) -> None:
         self._agreed, self._has_agreed, self.missed_steps = step, True, ""

@@ -420,7 +420,7 @@ def test_a_digest_is_a_few_kernels_with_the_bits_of_the_cpu(ctx):
         with sim.costs() as costs:
             found = sum_of_bits(on_device)
         assert torch.equal(found.cpu(), sum_of_bits(values))
-        assert costs.kernels < 40
+        assert costs.kernels < 48
 
 
 # ---------------------------------------------------------------- groups and hang limit
