@@ -325,11 +325,6 @@ class ReplicaCheck(Observer):
         place = "" if self._is_scheduled else self.meets_at
         step, self.meets_at = self._ledger.finalized, ""
         snapshot = _Snapshot(step, tensors, buffer_sums, digest, self._is_hooked, place)
-        if place:
-            with suppress(RuntimeError):  # if the store is lost, nobody compares
-                group = self._queue.communicator.group
-                row = self._row(snapshot)
-                post_json(group_store(group, place), "row", group.rank(), row)
         self._under_way = snapshot
         self._queue.observers.append(
             self, first=True
@@ -348,7 +343,19 @@ class ReplicaCheck(Observer):
             self._withdraw(dropped.place)
             self.meets_at = dropped.place
 
-    # -- at the end of a backward ------------------------------------------------------
+    # -- in a backward -----------------------------------------------------------------
+
+    def begins(self) -> None:
+        """Put what the ranks exchange where they meet, if they do that in the store.
+
+        All ranks have done so before any backward ends. A forward without a backward
+        puts nothing there, because a wrapper of this rank alone may run it.
+        """
+        snapshot = self._under_way
+        if snapshot is not None and snapshot.place:
+            group, row = self._queue.communicator.group, self._row(snapshot)
+            with suppress(RuntimeError):  # if the store is lost, nobody compares
+                post_json(group_store(group, snapshot.place), "row", group.rank(), row)
 
     def finished(self) -> None:
         """Compare the checksums that `begin` has computed, at the end of a backward.

@@ -17,11 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minidp import DataParallel, attach
+from minidp.guard import comparison
 from tests.support.both import error_of, same, wrapped
-from tests.support.optimized import OPTIMIZERS, Own, made, state_of, step, told
+from tests.support.optimized import (
+    OPTIMIZERS,
+    Own,
+    loss_of,
+    made,
+    state_of,
+    step,
+    told,
+)
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
@@ -1003,3 +1013,69 @@ def test_two_wrappers_on_one_group_leave_it_together(ctx, order):
         both[i].reset(copy_from=0)
     train()
     return [param.detach() for net in both for param in net.parameters()]
+
+
+def unsynced(ctx: Any, **options: Any) -> tuple[Any, Any]:
+    """Wrap equal modules without module buffers, with ``init_sync=False``."""
+    torch.manual_seed(0)
+    options |= {"init_sync": False, "hang_timeout": 20.0}
+    ddp = wrapped(ctx, nn.Linear(4, 1), **options)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def average_by_hand(ctx: Any, ddp: Any, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        loss_of(ddp, 10 * number + ctx.rank).backward()
+    for param in ddp.parameters():
+        dist.all_reduce(param.grad, group=ctx.group)
+        param.grad /= ctx.world_size
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("does", ["evaluates", "goes forward"])
+def test_one_rank_has_made_one_more_wrapper(ctx, odd, does):
+    """The next ones meet all the same, or soon give up to wait for each other.
+
+    Gradients that are averaged by hand make each rank ask the others.
+    """
+    if ctx.rank == odd:
+        more, _ = unsynced(ctx)
+        with torch.set_grad_enabled(does != "evaluates"):
+            more(torch.ones(1, 4))
+    ddp, optimizer = unsynced(ctx)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "PATIENCE_SECONDS", 0.5)
+        for number in range(4):
+            act = average_by_hand if number % 2 else step
+            act(ctx, ddp, optimizer, number)
+    return state_of(ddp)
+
+
+@on_ranks(2)
+def test_a_first_comparison_that_join_drops_comes_later(ctx):
+    """A forward without a backward has begun it."""
+    ddp, optimizer = unsynced(ctx)
+    ddp(torch.ones(1, 4))
+    with ddp.join():
+        step(ctx, ddp, optimizer)
+    if ctx.rank == 1:
+        with torch.no_grad():
+            ddp.module.weight.add_(1)
+    error = error_of(lambda: step(ctx, ddp, optimizer))
+    assert error.startswith(MISMATCH.format(ctx.rank)), error
+
+
+@on_ranks(2)
+def test_what_a_wrapper_of_one_rank_has_posted_is_not_taken_for_the_next_ones(ctx):
+    """A hook that does not communicate lets one rank train alone, as in torch."""
+    if ctx.rank == 0:
+        more, optimizer = unsynced(ctx)
+        more.register_comm_hook(None, noop_hook)
+        step(ctx, more, optimizer)
+    ddp, optimizer = unsynced(ctx)
+    for number in range(8):
+        step(ctx, ddp, optimizer, number)
+    return state_of(ddp)
