@@ -338,5 +338,5 @@ def _open_gloo() -> Finding:
     """Check that Gloo works here by an all-reduce of one rank, and raise if not."""
     store, timeout = _stores.HashStore(), timedelta(seconds=5)
     group: Any = _stores.ProcessGroupGloo(store, 0, 1, timeout)
-    group.allreduce([torch.ones(1)]).wait()
+    group.allreduce([torch.ones(1, device="cpu")]).wait()
     return ok("opens its interface")

@@ -157,7 +157,7 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 @functools.cache  # not when this is imported: torch would load its compiler
 def _usual_attributes() -> frozenset[str]:
-    made_by_torch = vars(torch.optim.SGD([torch.zeros(1)]))
+    made_by_torch = vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))
     return frozenset({*made_by_torch, "step", "_opt_called"})
 
 

@@ -339,6 +339,39 @@ def test_names_of_devices_are_seen():
     }
 
 
+MAKE_TENSORS = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full"),
+    *("linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm"),
+    *("scalar_tensor", "tensor", "zeros"),
+}
+
+
+def tensors_without_a_device(tree: ast.Module) -> list[str]:
+    """The calls that make a tensor wherever the user's default device happens to be."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in MAKE_TENSORS
+        and not any(each.arg in ("device", None) for each in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_new_tensor_says_on_which_device_it_is(module):
+    """A user's ``with torch.device("meta")`` must not decide that."""
+    assert tensors_without_a_device(read(module).tree) == []
+
+
+def test_tensors_without_a_device_are_seen():
+    found = ast.parse(
+        "torch.zeros(1); torch.ones(2, device=d); torch.sum(x); torch.full(1, **a)"
+    )
+    assert tensors_without_a_device(found) == ["torch.zeros(1)"]
+
+
 def test_csrc_asks_for_streams_of_any_device_and_has_kernels_in_one_folder():
     csrc = PACKAGE.parent / "csrc"
     for path in (p for p in csrc.rglob("*") if p.suffix in (".cpp", ".h")):

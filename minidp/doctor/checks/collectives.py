@@ -81,7 +81,7 @@ def check_all_reduce(
         return [time.perf_counter() - begin, float((value != expected).sum())]
 
     def worst(values: list[float]) -> list[float]:
-        worst = torch.tensor(values, dtype=torch.float64).to(device)
+        worst = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         return worst.tolist()
 
@@ -192,7 +192,8 @@ def _probe() -> nn.Module:
     probe = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     generator = torch.Generator().manual_seed(0)
     for param in probe.parameters():
-        param.data = torch.randn(param.shape, generator=generator) * 0.1
+        values = torch.randn(param.shape, generator=generator, device="cpu")
+        param.data = values * 0.1
     return probe
 
 
@@ -201,6 +202,6 @@ def _gradients(
 ) -> list[torch.Tensor]:
     """Run one backward on a batch that depends on ``rank``, and return gradients."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    batch = torch.randn(8, 16, generator=generator).to(device)
+    batch = torch.randn(8, 16, generator=generator, device="cpu").to(device)
     module(batch).pow(2).mean().backward()
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
