@@ -179,6 +179,7 @@ class Tally:
     started: int = 0  # all collectives
     launched: int = 0  # asynchronous collectives
     stepped: int = 0  # those that were started when an optimizer last stepped
+    has_reduced: bool = False  # whether one, ever, was not launched by a comm hook
 
 
 @dataclass(slots=True, eq=False)
@@ -397,6 +398,7 @@ class Communicator:
             work: The collective.
             device: Where its tensors lie.
         """
+        self.tally.has_reduced |= not isinstance(work, FutureWork)
         if not self.is_on_device:
             self.tally.started += 1
             self.tally.launched += 1

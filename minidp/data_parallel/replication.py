@@ -9,7 +9,6 @@ compared, because a script may change the parameters of one rank alone.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Callable
 from typing import Literal
 
@@ -48,7 +47,6 @@ class Replication:
     ) -> None:
         self._reducer = reducer
         self._key = key  # equal on all ranks, unless they may wrap alone
-        self._met_at = ""  # the place at which all ranks have met, see `_have_met`
         self._num_resets = 0
         self.ignored = ignored  # names of parameters and module buffers
         self.doubts = Doubts()
@@ -173,17 +171,7 @@ class Replication:
 
     def key_now(self) -> str:
         """Return the wrapper's place in the store, which is new after each reset."""
-        return f"{self._met_at or self._key}/{self._num_resets}"
-
-    def _have_met(self, place: str) -> None:
-        """Use the place at which all ranks have met until the next reset.
-
-        With ``init_sync=False`` the first place is only this rank's number for the
-        wrapper. If one rank has made a wrapper more than others, they differ.
-        """
-        communicator = self._reducer.communicator
-        self._met_at = place
-        communicator.peers.move_to(communicator.group, place)
+        return f"{self._key}/{self._num_resets}"
 
     def compare_on(self, group: ProcessGroup, *, new: bool, alone: bool) -> None:
         """Compare the replicas of a group from now on, as often as `every` says.
@@ -208,7 +196,6 @@ class Replication:
                 self._reducer.queue, ledger, self.every, self.doubts
             )
             self.check.warns = self.warns
-            self.check.have_met = weakref.WeakMethod(self._have_met)
         if alone:
             self.check.reset()
             self.check.meet("", is_first=True)
@@ -220,7 +207,6 @@ class Replication:
         """
         self._count_if_new()  # a rank may not have come to its first forward
         self._num_resets += 1
-        self._met_at = ""  # some ranks may not have come there
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
@@ -286,7 +272,6 @@ class Replication:
         if not has_store(communicator.group):
             return
         self._key, self._num_resets = self._common_key("moved"), 0
-        self._met_at = ""
         communicator.peers.move_to(communicator.group, self._key, has_met=False)
 
     def _common_key(self, why: str) -> str:

@@ -250,7 +250,7 @@ class Heartbeat(PeerMonitor):
     @property
     def is_awaited(self) -> bool:
         """Whether other ranks may wait for this replica."""
-        return not self.is_alone or self._tally.launched > 0
+        return not self.is_alone or self._tally.has_reduced
 
     def say_goodbye(self, why: str) -> None:
         """Tell the other ranks at once, not in the next `tick`, that this one gives up.

@@ -71,8 +71,9 @@ class Watchdog:
 
         A replica that ``is_alone`` may have no counterpart on other ranks: with
         ``init_sync=False`` nobody has made sure of it. If it is deleted before it has
-        launched any bucket, they are not told, because they may have given its key to
-        another replica, for which they would take the news.
+        launched any bucket, or if comm hooks have launched all of them, which need not
+        communicate, they are not told. They may have given its key to another replica,
+        for which they would take the news.
         """
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:

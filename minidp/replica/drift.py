@@ -31,7 +31,7 @@ waits for nobody (`ReplicaCheck.meet`)::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -188,8 +188,6 @@ class ReplicaCheck(Observer):
         # A new name in the store, equal on all ranks; "" without a store.
         self.name = ""
         self.meets_at = ""  # where in the store the next comparison is, see `meet`
-        # Called with the place when all ranks have met for the first time.
-        self.have_met: Callable[[], Callable[[str], None] | None] = lambda: None
         self._base = 0  # the step at which the schedule began
         self._is_shared = True  # whether all ranks are known to compare in these steps
         self.missed_steps = ""  # on which ranks an optimizer made fewer steps
@@ -376,17 +374,12 @@ class ReplicaCheck(Observer):
         assert snapshot is not None
         self.postpone()
         if snapshot.place:
-            rows = self._rows_met(snapshot.place)
-            # A foreign hook may not let the ranks wait for each other, so that only the
-            # last one would find all others here.
-            if not rows or (not self._is_shared and self._is_hooked):
+            if not (rows := self._rows_met(snapshot.place)):
                 self._withdraw(snapshot.place)
                 return
             # All ranks have met, so from now on all of them have the same schedule.
             if not self._is_shared:
                 self._is_shared, self.name = True, snapshot.place
-                if (have_met := self.have_met()) is not None:
-                    have_met(snapshot.place)
         else:
             rows = self._gather(self._row(snapshot))
         steps, all_reasons, have_optimizers, digests = zip(*rows, strict=True)
