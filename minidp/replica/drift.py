@@ -347,9 +347,12 @@ class ReplicaCheck(Observer):
         """Put what the ranks exchange where they meet, if they do that in the store.
 
         All ranks have done so before any backward ends. A forward without a backward
-        puts nothing there, because a wrapper of this rank alone may run it.
+        puts nothing there, because a wrapper of this rank alone may run it. Neither
+        does a backward that torch's ``noop_hook`` lets end alone.
         """
-        snapshot = self._under_way
+        snapshot, hook = self._under_way, self._queue.averaging.comm_hook
+        if hook is not None and averages_nothing(hook):
+            return
         if snapshot is not None and snapshot.place:
             group, row = self._queue.communicator.group, self._row(snapshot)
             with suppress(RuntimeError):  # if the store is lost, nobody compares
@@ -571,6 +574,13 @@ class ReplicaCheck(Observer):
         return are_close_on_all_ranks(tensors, communicator, ROUNDING, num_eps=16)
 
 
+def averages_nothing(hook: CommHook) -> bool:
+    """Return whether a comm hook is the one of torch that does not communicate."""
+    place = getattr(hook.hook, "__module__", None) or ""
+    is_torchs = place.startswith("torch.distributed.algorithms.")
+    return is_torchs and getattr(hook.hook, "__qualname__", "") == "noop_hook"
+
+
 def is_foreign(hook: CommHook) -> bool:
     """Return whether a comm hook may give some ranks other averages than others.
 
@@ -582,7 +592,7 @@ def is_foreign(hook: CommHook) -> bool:
     name = getattr(hook.hook, "__qualname__", "")
     is_known = place.startswith(("minidp.", "torch.distributed.algorithms."))
     is_wrapper = not name.isidentifier()  # a function in a function, or with arguments
-    is_local = "post_localSGD" in name or name == "noop_hook"
+    is_local = "post_localSGD" in name or averages_nothing(hook)
     return not is_known or is_wrapper or is_local
 
 

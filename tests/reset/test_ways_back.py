@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 from typing import Any
 
 import numpy
@@ -924,7 +925,8 @@ def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
 @on_ranks(2)
 def test_a_rank_that_raised_before_its_first_forward(ctx):
     """Nobody has made sure before that the others compare."""
-    ddp = wrapped(ctx, made(), init_sync=False, hang_timeout=5.0)
+    torch.manual_seed(0)  # without module buffers, whose group a forward would connect
+    ddp = wrapped(ctx, nn.Linear(4, 1), init_sync=False, hang_timeout=5.0)
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
     if ctx.rank == 0:
         assert error_of(lambda: step(ctx, ddp, optimizer)).startswith("Collective")
@@ -1041,16 +1043,22 @@ def test_one_rank_has_made_one_more_wrapper(ctx, odd, does):
 
     Gradients that are averaged by hand make each rank ask the others.
     """
-    if ctx.rank == odd:
+
+    def one_more():
         more, _ = unsynced(ctx)
         with torch.set_grad_enabled(does != "evaluates"):
             more(torch.ones(1, 4))
+
+    if ctx.rank == odd:
+        one_more()
     ddp, optimizer = unsynced(ctx)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "PATIENCE_SECONDS", 0.5)
         for number in range(4):
             act = average_by_hand if number % 2 else step
             act(ctx, ddp, optimizer, number)
+    if ctx.rank != odd:  # for the tests that follow on these ranks
+        one_more()
     return state_of(ddp)
 
 
@@ -1069,13 +1077,24 @@ def test_a_first_comparison_that_join_drops_comes_later(ctx):
 
 
 @on_ranks(2)
-def test_what_a_wrapper_of_one_rank_has_posted_is_not_taken_for_the_next_ones(ctx):
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_a_wrapper_of_one_rank_has_posted_is_not_taken_for_the_next_ones(
+    ctx, late
+):
     """A hook that does not communicate lets one rank train alone, as in torch."""
-    if ctx.rank == 0:
+
+    def train_alone():
         more, optimizer = unsynced(ctx)
         more.register_comm_hook(None, noop_hook)
         step(ctx, more, optimizer)
+
+    if ctx.rank == late:
+        threading.Event().wait(0.5)  # rank 1 may be in its backward by then
+    if ctx.rank == 0:
+        train_alone()
     ddp, optimizer = unsynced(ctx)
     for number in range(8):
         step(ctx, ddp, optimizer, number)
+    if ctx.rank == 1:  # for the tests that follow on these ranks
+        train_alone()
     return state_of(ddp)
