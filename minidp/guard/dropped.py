@@ -167,8 +167,8 @@ def _explain(facts: _Facts, name: str, names: Sequence[str]) -> str:
     return explain(
         facts.rank,
         f"{name}.step() applies gradients that nobody has averaged over ranks: the "
-        "DataParallel object around these parameters is gone, so that ranks train "
-        "apart from now on.",
+        "DataParallel object around these parameters is gone. From now on the ranks "
+        "train apart, unless their gradients are equal.",
         names=[shortened(names)],
         remedy="keep what DataParallel(net) returned as long as you train, and call "
         "it instead of its .module; or use minidp.attach(net), which lives as long as "
