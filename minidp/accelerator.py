@@ -16,8 +16,9 @@ gives freed memory to the next kernel of   uses this memory, too, so that it is 
 the stream that *allocated* it, and does   only behind what is queued on it. Whoever
 not know who else still reads it.          drops a tensor of another stream calls it
                                            first.
-The host waits for the device, which then  `upload` and `Download` copy through pinned
-runs dry.                                  memory; the host waits only where it reads.
+The host waits for the device, which then  `upload`, `Download` and `to_host` copy
+runs dry.                                  through pinned memory; the host waits only
+                                           where it reads.
 =========================================  =============================================
 
 No other file of the package may use streams, events or the name of a device type

@@ -88,9 +88,11 @@ def _sum_of_words(
 
 
 def _sum_of_table(
-    table: torch.Tensor, factors: torch.Tensor, first: int = 0
+    table: torch.Tensor, factors: torch.Tensor, first: int
 ) -> torch.Tensor:
     """Return what `sum_of_bits` adds for the chunks that are rows of a table.
+
+    The table begins with the word number ``first``.
 
     On a device each chunk would be eight kernels, 27,000 for a GiB. The factor of a
     word is that of its column, plus twice the place at which its row begins. So the

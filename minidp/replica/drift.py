@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from minidp import world
-from minidp.accelerator import to_host
 from minidp.comm import (
     exchange_device,
     gather_integers,
@@ -555,9 +554,9 @@ class ReplicaCheck(Observer):
 
         Parameters are compared as they are now, buffers as they were at `begin`.
         """
-        own = [to_host(sum_of_bits(tensor)) for tensor in snapshot.tensors.values()]
+        own = [int(sum_of_bits(tensor)) for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
-        sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
+        sums = [*own, *snapshot.buffer_sums.values()]
         columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)
         return {name: sums for name, sums in columns if len(set(sums)) > 1}
 

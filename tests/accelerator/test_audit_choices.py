@@ -202,5 +202,5 @@ def test_a_table_of_chunks_has_the_sum_of_its_chunks(rows):
     values = torch.randn(rows * width, generator=torch.Generator().manual_seed(rows))
     factors = 2 * torch.arange(width) + 1
     table = values.view(torch.int32).view(rows, width)
-    found = digest._sum_of_table(table, factors)
+    found = digest._sum_of_table(table, factors, 0)
     assert torch.equal(found, digest.sum_of_bits(values))
