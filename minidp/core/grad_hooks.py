@@ -442,12 +442,10 @@ class GradHooks:
     def hooked_by_others(self) -> list[int]:
         """Return the indices of parameters whose node has other hooks besides ours.
 
-        Those might change a gradient that is recorded, but not copied yet. On the CPU
-        hooks in C++ copy each gradient at once, so that none is returned.
+        Those might change a gradient that is recorded, but not copied yet.
         """
         if self.native_table is not None:
-            is_on_cpu = self._params[0].is_cpu
-            return [] if is_on_cpu else list(self._native_hooks.shared())
+            return list(self._native_hooks.shared())
         if sum(map(len, self._dicts)) == len(self._dicts):  # each node has ours only
             return []
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]

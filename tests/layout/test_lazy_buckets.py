@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import grads, same, wrapped
+from tests.support.both import grads, history_of, same, wrapped
 from tests.support.ranks import on_ranks
 
 SIZES = (3, 31, 37, 5)  # nothing else has as many bytes as all these
@@ -77,3 +77,21 @@ def test_it_survives_what_happens_to_buckets(ctx):
         each.weigh_loss(each(x).mean(), ctx.rank + 1).backward()
     assert same(grads(ddp), grads(alike))
     return grads(ddp)
+
+
+@on_ranks(2)
+def test_a_hook_that_runs_later_changes_no_average(ctx):
+    """A bucket has what was in ``.grad`` when our hook ran, as with usual buckets."""
+    x = torch.linspace(-1, 1, 6).reshape(2, 3) * (ctx.rank + 1)
+    histories, nodes = [], []
+
+    def enlarge(p: nn.Parameter) -> None:
+        p.grad.mul_(5.0)
+
+    for lazy in (False, True):
+        ddp = wrapped(ctx, net(), lazy_bucket_allocation=lazy)
+        for param in ddp.parameters():
+            nodes.append(node := torch.autograd.graph.get_gradient_edge(param).node)
+            node.register_hook(lambda _i, _o, p=param: enlarge(p))
+        histories.append(history_of(ddp, lambda _, ddp=ddp: ddp(x).sum()))
+    assert same(*histories)
