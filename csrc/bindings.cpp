@@ -44,39 +44,39 @@ void check_whole(const py::slice& slice, size_t size) {
 
 // A view of the entries of an GradTable, which Python uses like a list.
 struct Entries {
-  std::shared_ptr<GradTable> arrivals;
+  std::shared_ptr<GradTable> table;
 };
 
-void check_index(const GradTable& arrivals, size_t i) {
-  if (i >= arrivals.size()) {
+void check_index(const GradTable& table, size_t i) {
+  if (i >= table.size()) {
     throw py::index_error("no such parameter index");
   }
 }
 
 void bind_entries(py::module_& module) {
   py::class_<Entries>(module, "Entries")
-      .def("__len__", [](const Entries& self) { return self.arrivals->size(); })
+      .def("__len__", [](const Entries& self) { return self.table->size(); })
       .def(
           "__getitem__",
           [](const Entries& self, size_t i) {
-            check_index(*self.arrivals, i);
-            return self.arrivals->entry(i);
+            check_index(*self.table, i);
+            return self.table->entry(i);
           })
       .def(
           "__setitem__",
           [](const Entries& self, size_t i, py::handle entry) {
-            check_index(*self.arrivals, i);
-            self.arrivals->set_entry(i, entry);
+            check_index(*self.table, i);
+            self.table->set_entry(i, entry);
           })
       .def(
           "__setitem__",
           [](const Entries& self, const py::slice& slice, const py::sequence& entries) {
-            check_whole(slice, self.arrivals->size());
-            self.arrivals->set_entries(entries);
+            check_whole(slice, self.table->size());
+            self.table->set_entries(entries);
           });
 }
 
-void bind_arrivals(py::module_& module) {
+void bind_grad_table(py::module_& module) {
   py::bind_vector<Integers>(module, "Integers");
   py::class_<GradHooks>(module, "GradHooks")
       .def("shared", &GradHooks::shared)
@@ -88,7 +88,7 @@ void bind_arrivals(py::module_& module) {
         if (k >= self.grads.size()) {
           throw py::index_error("no such slot");
         }
-        return self.arrivals->decode(self.codes[k], self.grads[k]);
+        return self.table->decode(self.codes[k], self.grads[k]);
       });
   py::class_<GradTable, std::shared_ptr<GradTable>>(module, "GradTable")
       .def(
@@ -280,7 +280,7 @@ void check_pairs(const Tensors& views, const Tensors& grads) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_entries(module);
-  bind_arrivals(module);
+  bind_grad_table(module);
   bind_slots(module);
 #ifdef __linux__
   bind_shared_memory(module);

@@ -25,12 +25,12 @@ using torch::autograd::variable_list;
 // accumulation and all post-accumulate hooks, in the order of registration among others.
 class GradHook : public torch::autograd::FunctionPostHook {
  public:
-  GradHook(std::shared_ptr<GradTable> arrivals, size_t index)
-      : arrivals_(std::move(arrivals)), index_(index) {}
+  GradHook(std::shared_ptr<GradTable> table, size_t index)
+      : table_(std::move(table)), index_(index) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
-    if (const auto arrivals = arrivals_.load()) {
-      arrivals->fired(index_);
+    if (const auto table = table_.load()) {
+      table->fired(index_);
     }
     return outputs;
   }
@@ -38,20 +38,20 @@ class GradHook : public torch::autograd::FunctionPostHook {
   // Compiled autograd captures this backward: let Python refuse it, with an error that
   // names the rank, and of which the other ranks hear.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    if (const auto arrivals = arrivals_.load()) {
-      arrivals->refuse_compiled(index_);
+    if (const auto table = table_.load()) {
+      table->refuse_compiled(index_);
     }
   }
 
   void disarm() {
-    arrivals_.store(nullptr);
+    table_.store(nullptr);
   }
   bool is_disarmed() const {
-    return arrivals_.load() == nullptr;
+    return table_.load() == nullptr;
   }
 
  private:
-  std::atomic<std::shared_ptr<GradTable>> arrivals_;
+  std::atomic<std::shared_ptr<GradTable>> table_;
   size_t index_;
 };
 
@@ -100,12 +100,12 @@ struct GradHooks::Attached {
   uintptr_t key;
 };
 
-GradHooks::GradHooks(const std::shared_ptr<GradTable>& arrivals) {
-  for (size_t i = 0; i < arrivals->size(); ++i) {
-    auto node = torch::autograd::impl::grad_accumulator(arrivals->params()[i]);
+GradHooks::GradHooks(const std::shared_ptr<GradTable>& table) {
+  for (size_t i = 0; i < table->size(); ++i) {
+    auto node = torch::autograd::impl::grad_accumulator(table->params()[i]);
     TORCH_CHECK(node, "parameter ", i, " requires no gradient");
     prune(*node);
-    const auto key = node->add_post_hook(std::make_unique<GradHook>(arrivals, i));
+    const auto key = node->add_post_hook(std::make_unique<GradHook>(table, i));
     attached_.push_back(Attached{std::move(node), key});
   }
 }

@@ -14,7 +14,7 @@ namespace minidp {
 // garbage collector is what removes it. The next hook on the node takes it away.
 class GradHooks {
  public:
-  explicit GradHooks(const std::shared_ptr<GradTable>& arrivals);
+  explicit GradHooks(const std::shared_ptr<GradTable>& table);
   ~GradHooks();
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;

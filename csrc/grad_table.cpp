@@ -258,7 +258,7 @@ void GradTable::refill() {
 Gathered GradTable::gather(size_t bucket) const {
   const auto& indices = members_.at(bucket);
   Gathered found;
-  found.arrivals = shared_from_this();
+  found.table = shared_from_this();
   found.grads.reserve(indices.size());
   found.codes.reserve(indices.size());
   for (const size_t i : indices) {

@@ -37,7 +37,7 @@ bool is_tensor(py::handle object, at::Tensor& tensor);
 
 // A bucket's entries as they were when it was full: what `Slots::flatten` reads.
 struct Gathered {
-  std::shared_ptr<const GradTable> arrivals;
+  std::shared_ptr<const GradTable> table;
   std::vector<at::Tensor> grads;  // undefined: no gradient, or a mark
   std::vector<uint8_t> codes;
 };

@@ -9,7 +9,7 @@ Whoever wants to be told is an `Observer` of the core. A bucket goes through the
         |                |          |          '- the collective is complete
         |                |          '- the all-reduce is about to be enqueued
         |                '- its last gradient is here
-        '- its first gradient is here (only told while there is a recorder)
+        '- its first gradient is here (reliably only while there is a recorder)
 
 On a device the host tells of an event when it has queued the work. The times are those
 at which the device gets there, which are known, at the latest, when somebody asks.

@@ -134,8 +134,8 @@ MUTANTS = [
     ),
     Mutant(
         "ranks keep their own layout after a rebuild",
-        "self.adopt(agreed, shares=True)",
-        "self.adopt(mine, shares=True)",
+        "self.adopt(agreed, in_shared_memory=True)",
+        "self.adopt(mine, in_shared_memory=True)",
     ),
     Mutant(
         "a rebuild does not happen",

@@ -8,6 +8,7 @@ parameters to buckets::
 
     autograd         questions to the engine; keep our code out of compiled graphs
     ledger           count forwards, backwards and steps
+    incomplete       that a step has applied what an aborted all-reduce had left
     observer         what features see of a reduction; most live in other rooms
     exchange         a small sum over the ranks, beside those of the buckets
     item_numbers     numbers of items, as users give them

@@ -1,10 +1,10 @@
 """By what gradients are divided, and which comm hook or count of items takes part.
 
 A gradient is divided where that costs least: while it is copied to its bucket. Other
-modes divide elsewhere:
+options divide elsewhere:
 
 =====================  =================  =================  =======================
-mode                   each gradient      whole buffer       after the all-reduce
+option                 each gradient      whole buffer       after the all-reduce
 =====================  =================  =================  =======================
 default                / ranks            -                  -
 ``batched_grad_copy``  -                  / ranks            -

@@ -127,6 +127,9 @@ class Bucket(ABC):
     ) -> None:
         """Bring every gradient into the payload, divided, and enter FULL.
 
+        The event `Moment.FULL` comes before it: the last gradient is here then, and the
+        state says that the payload is complete, too.
+
         On a device the current stream waits for those that have written the gradients.
 
         Args:
@@ -214,18 +217,18 @@ class Bucket(ABC):
         self._advance(BucketState.REDUCED)
 
     @_traced("copy out", after=Moment.COPIED_OUT)
-    def copy_out(self, kept: Slots = ()) -> None:
-        """Write averages to ``.grad``, but not for ``kept`` slots.
+    def copy_out(self, untouched: Slots = ()) -> None:
+        """Write averages to ``.grad``, but not for ``untouched`` slots.
 
-        With gradient views ``.grad`` becomes the view. The views of ``kept`` slots get
-        back the values that `flatten` has saved. The bucket enters FILLING.
+        With gradient views ``.grad`` becomes the view. The views of ``untouched`` slots
+        get back the values that `flatten` has saved. The bucket enters FILLING.
         """
-        self.write_averages(kept)
+        self.write_averages(untouched)
         self._advance(BucketState.FILLING)
 
     @abstractmethod
-    def write_averages(self, kept: Slots) -> None:
-        """Write the payload times `factor` to ``.grad``, but not for ``kept`` slots."""
+    def write_averages(self, untouched: Slots) -> None:
+        """Write the payload times `scale` to each ``.grad`` but the ``untouched``."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""

@@ -66,17 +66,17 @@ class BucketQueue:
         self.untouched: Collection[int] = ()
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
-        self.used_map = UsedMap(*common)
-        # What forwards reach, and what `sync_gradients()` finds in ``.grad``.
-        self.reach_map = UsedMap(*common, uses_forward_group=True)
-        self.present_map = UsedMap(*common, uses_forward_group=True)
+        self.used_map = UsedMap("the used-map", *common)
+        reach, present = "the map of reached parameters", "the map of present gradients"
+        self.reach_map = UsedMap(reach, *common, uses_forward_group=True)
+        self.present_map = UsedMap(present, *common, uses_forward_group=True)
         maps = self.used_map, self.reach_map, self.present_map
         self.exchanges: list[Exchange] = [each.exchange for each in maps]
         self._params = params
         self.specs = specs
         self.config = config
         self.next = 0  # the bucket to launch next
-        self.store = GradStore()
+        self.grad_store = GradStore()
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
         if config.averages_items:
@@ -113,6 +113,11 @@ class BucketQueue:
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether all buckets of this reduction are launched, or skipped."""
+        return self.next == len(self.buckets)
+
     def launch_due(self) -> bool:
         """Launch buckets in index order, as long as the next one is full or skipped.
 
@@ -135,10 +140,10 @@ class BucketQueue:
                     break
                 self._launch(bucket)
             self.next = number + 1
-        is_launched = before < self.next == len(self.buckets)
-        if is_launched:
+        has_launched_last = before < self.next and self.is_launched
+        if has_launched_last:
             self._tell_launching()  # if all were skipped
-        return is_launched
+        return has_launched_last
 
     def _launch(self, bucket: Bucket) -> None:
         self._tell_launching()
@@ -172,7 +177,7 @@ class BucketQueue:
             observer.finishing(applies_grads=bool(steppers))
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                with self.store.as_grads(bucket.params):
+                with self.grad_store.as_grads(bucket.params):
                     self._finish(bucket, untouched)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
@@ -187,13 +192,13 @@ class BucketQueue:
         """Wait for a bucket, and write its averages to ``.grad``."""
         bucket.scale = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
-        kept = [k for i, k in slots if i in untouched]
-        if not kept and isinstance(bucket, DenseBucket) and bucket.shared:
+        untouched_slots = [k for i, k in slots if i in untouched]
+        if not untouched_slots and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             self._check_finite(bucket, AFTER)
-        bucket.copy_out(kept)
+        bucket.copy_out(untouched_slots)
 
     def _check_finite(self, bucket: Bucket, when: str) -> None:
         parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
@@ -213,19 +218,26 @@ class BucketQueue:
         limits = config.caps.initial_limits(one_bucket=one_bucket)
         return initial_layout(self.specs, limits)
 
-    def adopt(self, layout: Layout, *, shares: bool = False) -> None:
-        """Replace all buckets by those of a layout, and move gradient views there.
+    def adopt(self, layout: Layout, *, in_shared_memory: bool = False) -> None:
+        """Make the buckets of a layout, and move gradient views there.
 
-        With ``shares`` the new ones are in shared memory if all ranks can. To find that
-        out all ranks must call it together, and they wait for each other.
+        The buckets before must be freed already, because the memory is needed twice
+        otherwise.
+
+        Args:
+            layout: Which parameters each bucket has.
+            in_shared_memory: Whether to use shared memory, if all ranks can. To find
+                that out all ranks must call this together, and they wait for each
+                other.
         """
-        self.free()  # before we take new memory
         for each in self.exchanges:
             each.use(None)
         self.layout = layout
         is_lazy = self.config.lazy_bucket_allocation
         buffers = iter(
-            self.averaging.share(layout, self.exchanges, asks=shares and not is_lazy)
+            self.averaging.share(
+                layout, self.exchanges, asks=in_shared_memory and not is_lazy
+            )
         )
         if is_lazy:
             why = "lazy_bucket_allocation takes memory only while it is used"

@@ -184,13 +184,13 @@ class DenseBucket(Bucket):
         self._arrived = entries
         native = None if undecided and self._as_view else self.native
         if not (native and native.flatten(entries, factors.pre)):
-            self._fill_in_python(tuple(entries), factors.pre, undecided)
+            self._copy_in_python(tuple(entries), factors.pre, undecided)
         if factors.post != 1:
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
 
-    def _fill_in_python(
+    def _copy_in_python(
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
     ) -> None:
         views, grads, in_place = self._classify(entries, undecided)
@@ -290,7 +290,7 @@ class DenseBucket(Bucket):
         takes = native and self._arrived and native.offer_tiles(self.scale)
         shared.into = native if takes else None
 
-    def write_averages(self, kept: Slots) -> None:  # noqa: D102
+    def write_averages(self, untouched: Slots) -> None:  # noqa: D102
         if self.streams is not None:
             self.streams.use_buffer(self.payload)
             # The stream that has flattened the bucket has made them.
@@ -298,19 +298,19 @@ class DenseBucket(Bucket):
             accelerator.use_here(*saved, *self._tracked.values())
         if self._as_view or isinstance(self.scale, Tensor):
             self._rescale()  # else the extension may multiply on the way
-        self._restore(kept)
-        if not self._write_natively(kept):
-            self._write_in_python(kept)
+        self._restore(untouched)
+        if not self._write_natively(untouched):
+            self._write_in_python(untouched)
         self._tracked.clear()
         self._arrived = ()
         if self._is_lazy:
             self._release()
 
-    def _restore(self, kept: Slots) -> None:
+    def _restore(self, untouched: Slots) -> None:
         """Write the values that were saved of these slots back to the buffer."""
         for saved, values in self._saved:
             start = self.plan.slots[saved[0]].offset
-            for slots in kernels.neighbours(k for k in saved if k in kept):
+            for slots in kernels.neighbours(k for k in saved if k in untouched):
                 part = self._values_of(slots)
                 at = self.plan.slots[slots[0]].offset - start
                 part.copy_(values[at : at + part.numel()])
@@ -323,11 +323,11 @@ class DenseBucket(Bucket):
             kernels.rescale(self.payload, scale)
             self._tracked = {k: grad * scale for k, grad in self._tracked.items()}
 
-    def _write_natively(self, kept: Slots) -> bool:
+    def _write_natively(self, untouched: Slots) -> bool:
         """Write all averages by the extension; return False if Python has to do it."""
         if self.native is None:
             return False
-        if not kept and not self._tracked and self._arrived:
+        if not untouched and not self._tracked and self._arrived:
             with suppress(RuntimeError):  # a gradient overlaps itself
                 if self.native.unflatten(self._arrived, scale=self.scale):
                     return True
@@ -336,23 +336,23 @@ class DenseBucket(Bucket):
         self.native.forget_tiles()
         return False
 
-    def _write_in_python(self, kept: Slots) -> None:
+    def _write_in_python(self, untouched: Slots) -> None:
         self._rescale()
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
-            self._point_at_views(grads, kept)
+            self._point_at_views(grads, untouched)
             return
-        if not kept and not self._tracked and set(map(type, grads)) == {Tensor}:
+        if not untouched and not self._tracked and set(map(type, grads)) == {Tensor}:
             # Raises for gradients that are lazily negated, for example.
             with suppress(RuntimeError):
                 torch._foreach_copy_(cast("list[Tensor]", grads), self.views)
                 return
-        for k in sorted({*range(len(grads))} - {*kept}):
+        for k in sorted({*range(len(grads))} - {*untouched}):
             self._write_slot(k)
 
-    def _point_at_views(self, grads: Sequence[Tensor | None], kept: Slots) -> None:
+    def _point_at_views(self, grads: Sequence[Tensor | None], untouched: Slots) -> None:
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
-            if grad is view or k in kept:
+            if grad is view or k in untouched:
                 continue
             arrived = self._arrived[k]
             if grad is not None and arrived is not None and grad is not arrived:

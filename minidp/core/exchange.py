@@ -31,8 +31,8 @@ class Exchange:
         part: Number and dtype of the elements that each rank brings.
         device: Where the elements lie.
         communicator: The communicator of the ranks.
-        by_rank: Whether the elements become rows of a table, one for each rank, instead
-            of being added up.
+        by_rank: Whether the sum has room for a row of each rank. A rank writes to its
+            own row, and leaves zeros in the others, so that nothing is mixed.
         uses_forward_group: Whether to use the group for collectives in forwards. A sum
             that is not started in every backward needs it, because on the group of the
             buckets Gloo might match it with another collective. In shared memory

@@ -26,7 +26,7 @@ class GradStore:
     def note_forward(self) -> None:
         """Note that a synchronising forward has ended."""
 
-    def has_gradient(self, i: int) -> bool:
+    def has_grad_elsewhere(self, i: int) -> bool:
         """Return whether the gradient of parameter ``i`` is not in ``.grad``.
 
         This is asked in the hook of that parameter.

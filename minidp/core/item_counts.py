@@ -288,10 +288,11 @@ class ItemCounts(Observer):
         row[_LOSS] = total(losses, row.device)
 
     def finishing(self, *, applies_grads: bool) -> None:
-        """Wait for all ranks' counts, and set the scale that makes means of sums.
+        """Take all ranks' counts, and set the scale that makes means of sums.
 
-        From now on `add` counts again. On a device the scale is a tensor, and the host
-        does not wait, so that only `check` can raise. With ``applies_grads`` that would
+        From now on `add` counts again. On the CPU this waits for the counts. On a
+        device the scale is a tensor, and the host does not wait, so that only `check`
+        can raise. With ``applies_grads`` that would
         be too late, and it is called here.
 
         Raises:

@@ -16,7 +16,8 @@ class Ledger:
         self.open_no_syncs = 0  # blocks of no_sync() that this rank is in
         self.forwards = 0  # in grad mode, since the last synchronised backward
         # Synchronising forwards, and synchronised backwards that are over, which is
-        # also the number of the present one, from 0. reset() sets both anew.
+        # also the number of the present one, from 0. After reset() of the wrapper both
+        # are the same on all ranks (`agree_on`).
         self.armed = self.finalized = 0
         # Optimizer steps since the last synchronised backward. The guard counts them;
         # other ranks are told of both numbers together.
@@ -30,7 +31,7 @@ class Ledger:
         self.forwards += 1
         self.armed += synchronising
 
-    def settle(self) -> None:
+    def count_backward(self) -> None:
         """Count a synchronised backward, after which no gradient is local any more."""
         self.used_locally.clear()
         self.forwards = 0

@@ -131,13 +131,13 @@ class Mode:
         """
         return {*range(self._num_params)} - ({*self.absent} - {*used_locally})
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Learn, when a backward is over, what was missing and what no rank used.
+    def ended(self, filled: Sequence[int], untouched: Collection[int]) -> None:
+        """Learn, when a backward is over, what was filled in and what no rank used.
 
         The base class has nothing to learn.
 
         Args:
-            missing: The parameters that this rank filled in, in ascending order.
+            filled: The parameters that this rank filled in, in ascending order.
             untouched: The parameters whose ``.grad`` was left alone on all ranks.
         """
 
@@ -221,11 +221,11 @@ class FindUnused(Mode):
             return Decision.RECORD
         return super().decide(arrival)
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+    def ended(self, filled: Sequence[int], untouched: Collection[int]) -> None:
         """Remember what was missing, for the next search, and clear `absent`."""
         is_first = self._missing_last is None
-        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
-        self._missing_last = missing
+        self.is_steady &= is_first or set(filled) == set(self._missing_last or ())
+        self._missing_last = filled
         self.shadowed(untouched)
 
     def shadowed(self, untouched: Collection[int]) -> None:
@@ -305,7 +305,7 @@ class StaticGraph(Mode):
         is_next_last = self._left[arrival.i] == 1
         return Decision.COUNT_TO_LAST if is_next_last else Decision.COUNT
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+    def ended(self, filled: Sequence[int], untouched: Collection[int]) -> None:
         """Stop counting after the first backward.
 
         From then on the parameters without any arrival are `absent`.

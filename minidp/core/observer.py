@@ -43,7 +43,8 @@ LocalActs               guard             added_locally, ended_without_gradients
                                           finished, abandon
 _AskInBackward          guard             begins, once: asks other ranks, by the store
 _LookAgain              guard             finished, once: for parameters that joined
-ReplicaCheck            replica           finished, where a comparison is due
+ReplicaCheck            replica           begins: posts by the store that this rank has
+                                          come; finished, where a comparison is due
 _PlantedOptimizers      torch_compat      reduced, finished
 LogsUnused              torch_compat      finished
 _ByContributors         torchft           finished; it is the reducer's `Averaging`, too

@@ -7,7 +7,9 @@
                             |  v
                           PAUSED           anything ---> FAILED ---> IDLE (reset only)
 
-``sync_gradients()`` and ``join()`` reduce without a forward: IDLE ---> REDUCING.
+``sync_gradients()`` and ``join()`` reduce without a forward: IDLE ---> REDUCING. If an
+earlier forward still waits for its backward, ``sync_gradients()`` begins in ARMED, and
+goes back to it at its end.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .entries import Entry, GradState, has_arrived, is_copied_at_once
 from .grad_hooks import GradHooks, PendingGrads
+from .incomplete import IncompleteAverages
 from .ledger import Ledger
 from .local_backwards import LocalBackwards
 from .modes import Arrival, Decision, mode_for
@@ -108,9 +109,7 @@ class Reducer:
         self.phase = PhaseMachine()
         self.ledger = Ledger()
         self.failure = ""  # the text of the error that led to FAILED
-        # Versions of the parameters when they were found to hold an average that is
-        # incomplete; empty if they hold none.
-        self._wrong_versions: list[int] = []
+        self.incomplete = IncompleteAverages(self.params)
         self.queue = BucketQueue(self.params, specs, config, communicator, self.ledger)
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.mode = mode_for(len(params), config)
@@ -159,7 +158,7 @@ class Reducer:
         call it together, because they exchange what their forwards have reached.
         """
         self.phase.enter(Phase.ARMED)
-        self.queue.store.note_forward()
+        self.queue.grad_store.note_forward()
         self.mode.saw_outputs(output, self.hooks.nodes)
         if self.mode.shares_reach:
             reached = self.mode.reached(self.ledger.used_locally)
@@ -176,13 +175,13 @@ class Reducer:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
             # Also if it is equal, as torch does: last bits change (see `kernels`).
             agreed = agreed_layout(mine, self.queue.specs, self.communicator)
-            self.adopt(agreed, shares=True)
+            self.adopt(agreed, in_shared_memory=True)
 
-    def adopt(self, layout: Layout, *, shares: bool = False) -> None:
-        """Replace the buckets. With ``shares`` all ranks must call it together."""
+    def adopt(self, layout: Layout, *, in_shared_memory: bool = False) -> None:
+        """Replace the buckets, as `BucketQueue.adopt` says."""
         self.free_buckets()  # before new ones take memory
         with autograd.without_user_modes():
-            self.queue.adopt(layout, shares=shares)
+            self.queue.adopt(layout, in_shared_memory=in_shared_memory)
         self.pending.adopt(self.queue.buckets)
 
     def free_buckets(self) -> None:
@@ -218,7 +217,7 @@ class Reducer:
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
-                self.queue.store.resume(i)
+                self.queue.grad_store.resume(i)
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
@@ -234,7 +233,9 @@ class Reducer:
         self.local_backwards.begin()
 
     def _has_gradient(self, i: int) -> bool:
-        return self.params[i].grad is not None or self.queue.store.has_gradient(i)
+        return self.params[
+            i
+        ].grad is not None or self.queue.grad_store.has_grad_elsewhere(i)
 
     def _ask_mode(self, i: int) -> None:
         """Let the mode decide what to do with a gradient, and do it."""
@@ -259,6 +260,7 @@ class Reducer:
             raise _unreached(self.rank, self.names[i])
         elif decision is Decision.REFUSE:
             raise self.mode.twice(self.rank, self.names[i])
+        # COUNT: the mode has counted the arrival, and nothing else is due
 
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of the first gradient.
@@ -270,13 +272,15 @@ class Reducer:
         self.phase.enter(Phase.REDUCING)
         for observer in queue.observers.everybody:
             observer.begins()
-        queue.store.open(first)
+        queue.grad_store.open(first)
         queue.start(shares_reach=mode.shares_reach)
         config = queue.config
         # Torch allocates a lazy bucket when its first gradient comes, and those that
         # are there then are divided, while others are multiplied by the reciprocal.
         is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
-        sees_all = queue.observers.sees_gradients or queue.store.is_external or is_exact
+        sees_all = (
+            queue.observers.sees_gradients or queue.grad_store.is_external or is_exact
+        )
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         at_once = (*self.hooks.hooked_by_others(), *self.pending.left_to_reducer)
         special = dict.fromkeys(at_once, GradState.VIA_REDUCER)
@@ -297,7 +301,7 @@ class Reducer:
             filled = sum(pending.bucket_of[j] == number for j in pending.filled)
             if pending.num_left[number] + filled == len(queue.buckets[number].params):
                 queue.observers.on_bucket_event(Moment.FIRST_GRADIENT, number)
-        pending.mark_ready(i, is_external=queue.store.is_external)
+        pending.mark_ready(i, is_external=queue.grad_store.is_external)
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
@@ -308,8 +312,8 @@ class Reducer:
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         with self._lock:
-            with queue.store.as_grads(bucket.params):
-                if queue.store.is_external:
+            with queue.grad_store.as_grads(bucket.params):
+                if queue.grad_store.is_external:
                     entries = self.pending.reread(bucket.plan.indices)
                 bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
             if queue.launch_due():
@@ -359,8 +363,7 @@ class Reducer:
                 for observer in self.queue.observers.everybody:
                     observer.ended_without_gradients()
                 self.queue.observers.on_step_event(StepEvent.BACKWARD_BYPASSED)
-            is_launched = self.queue.next == len(self.queue.buckets)
-            if self.phase.now is not Phase.REDUCING or is_launched:
+            if self.phase.now is not Phase.REDUCING or self.queue.is_launched:
                 return
             if self.mode.fills_in_missing:
                 self._fill_in_missing()
@@ -392,7 +395,7 @@ class Reducer:
         may need for itself. It saves no memory if ``.grad`` stays what it is.
         """
         queue = self.queue
-        if not queue.config.gradient_as_bucket_view or queue.store.is_external:
+        if not queue.config.gradient_as_bucket_view or queue.grad_store.is_external:
             return ()
         used = self.ledger.used_locally  # what all ranks hear of
         return {
@@ -429,8 +432,8 @@ class Reducer:
                 raise self.mode.twice(self.rank, self.names[min(late)])
             return kept
         unused = self.queue.used_map.unused_everywhere()
-        if self.queue.store.is_external:
-            self.queue.store.check_used(self.queue.used_map.last_counts)
+        if self.queue.grad_store.is_external:
+            self.queue.grad_store.check_used(self.queue.used_map.last_counts)
         used_by_others = self.pending.filled - unused
         frozen = [
             self.names[i] for i in used_by_others if not self.params[i].requires_grad
@@ -442,8 +445,8 @@ class Reducer:
     @property
     def awaits_user(self) -> bool:
         """Whether all buckets are launched, and the user is to call `finalize_now`."""
-        all_launched = self.queue.next == len(self.queue.buckets)
-        return self.is_manual and self.phase.now is Phase.REDUCING and all_launched
+        is_reducing = self.phase.now is Phase.REDUCING
+        return self.is_manual and is_reducing and self.queue.is_launched
 
     @torch.no_grad()
     def finalize_now(self) -> None:
@@ -470,10 +473,8 @@ class Reducer:
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 mode.ended(filled, untouched)
             self.pending.close()
-            self.queue.store.close()
-            self.phase.enter(Phase.IDLE)
-            # Last: a rank that counts as one backward further is not in this one.
-            self.ledger.settle()
+            self.queue.grad_store.close()
+            self._leave()
         if observers.is_timed:
             observers.on_step_event(StepEvent.FINALIZE_END)
 
@@ -545,9 +546,15 @@ class Reducer:
         self.phase.enter(Phase.FINALIZING)
         untouched = mode.kept if used is None else used_map.unused_everywhere()
         queue.finish(untouched)
-        self.ledger.settle()
-        self.phase.enter(Phase.IDLE)
+        self._leave()
         return untouched
+
+    def _leave(self) -> None:
+        """Count the reduction, and return to IDLE."""
+        self.phase.enter(Phase.IDLE)
+        # Last: a rank that counts as one backward further is not in this one, and
+        # threads that ask for this rank's progress read the count before the phase.
+        self.ledger.count_backward()
 
     # -- failure -----------------------------------------------------------------------
 
@@ -561,39 +568,17 @@ class Reducer:
                 it was so before `reset`, an optimizer step has applied what was there
                 of the averages, and nobody has loaded other parameters since.
         """
-        is_lost = self.communicator.lost or self._wrong_versions
+        is_lost = self.communicator.lost or self.incomplete.is_noted
         if not is_lost or self.phase.now is Phase.FAILED:
             return
         try:
             self.communicator.check()
-            if self.holds_incomplete():
+            if self.incomplete.is_present():
                 raise CollectiveError(incomplete_averages(self.rank))
         except CollectiveError as error:
             self.fail(error)
             raise
-        self._wrong_versions = []
-
-    def note_incomplete(self) -> None:
-        """Note that parameters hold an incomplete average, until they are loaded."""
-        if not self._wrong_versions:
-            self._wrong_versions = [param._version for param in self.params]
-
-    @property
-    def has_noted_incomplete(self) -> bool:
-        """Whether `note_incomplete` was called, also if others were loaded since."""
-        return bool(self._wrong_versions)
-
-    def forget_incomplete(self) -> None:
-        """Note that the parameters are right again, because they were copied."""
-        self._wrong_versions = []
-
-    def holds_incomplete(self) -> bool:
-        """Return whether a parameter that holds an incomplete average is still there.
-
-        Whoever loads a checkpoint writes to all of them.
-        """
-        pairs = zip(self.params, self._wrong_versions, strict=False)
-        return any(param._version == before for param, before in pairs)
+        self.incomplete.forget()
 
     def fail(self, error: BaseException) -> None:
         """Enter FAILED because of this error, and tell the other ranks of it."""
@@ -605,7 +590,7 @@ class Reducer:
         # Its text only: a traceback would keep us, and gradients, alive.
         self.failure = f"{type(error).__name__}: {error}"
         if self.communicator.has_applied_lost:
-            self.note_incomplete()
+            self.incomplete.note()
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
@@ -618,7 +603,7 @@ class Reducer:
             self._tasks.clear()
             self.ledger.reset()
             self.pending.close()
-            self.queue.store.close()
+            self.queue.grad_store.close()
             self.phase.enter(Phase.IDLE)
 
 

@@ -54,14 +54,14 @@ class SparseBucket(Bucket):
             self.payload = grad.detach().clone()
             kernels.divide(self.payload, factors.product)
 
-    def write_averages(self, kept: Slots) -> None:
-        """Write the average to ``.grad``, unless that is kept, and free the payload."""
+    def write_averages(self, untouched: Slots) -> None:
+        """Write the average to ``.grad`` if that is touched, and free the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload
         if self.streams is not None:
             accelerator.use_here(reduced)  # made by the stream that has flattened it
         kernels.rescale(reduced, self.scale)
-        if kept:
+        if untouched:
             return
         if param.grad is None:
             param.grad = reduced

@@ -1,7 +1,10 @@
-"""Exchange which parameters each rank used (``find_unused_parameters``).
+"""Exchange which parameters each rank used.
 
 A parameter that no rank used must keep its ``.grad``, as in torch. One that some other
 rank used gets the average of all ranks, so each rank has to know what the others used.
+"Used" has three meanings, each with a map of its own: the backward has brought a
+gradient (``find_unused_parameters``), the forward leads to the parameter
+(``skip_all_reduce_unused_params``), or `sync_gradients()` finds a ``.grad``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class UsedMap:
     ranks only if it must.
 
     Args:
+        what: Names the map in errors.
         num_params: The number of parameters.
         device: The device on which the map travels.
         communicator: The communicator of the ranks.
@@ -32,6 +36,7 @@ class UsedMap:
 
     def __init__(
         self,
+        what: str,
         num_params: int,
         device: torch.device,
         communicator: Communicator,
@@ -39,7 +44,7 @@ class UsedMap:
         uses_forward_group: bool = False,
     ) -> None:
         self.exchange = Exchange(
-            "the exchange of the used-map",
+            f"the exchange of {what}",
             (num_params, torch.int32),
             device,
             communicator,
@@ -47,7 +52,7 @@ class UsedMap:
         )
         self._num_params = num_params
         self._device = device
-        self._is_known = False  # this rank used every parameter
+        self._used_all = False  # this rank used every parameter
 
     def launch(self, used: Collection[int]) -> None:
         """Start to tell the other ranks which parameters this rank used, by index.
@@ -63,7 +68,7 @@ class UsedMap:
 
         All ranks must call it together.
         """
-        self._is_known = len(set(used)) == self._num_params
+        self._used_all = len(set(used)) == self._num_params
         self.exchange.start(self._flags(used))
 
     def _flags(self, used: Collection[int]) -> Tensor:
@@ -83,7 +88,7 @@ class UsedMap:
         next launch waits for the exchange.
         """
         was_open, self.exchange.is_open = self.exchange.is_open, False
-        if not was_open or self._is_known:
+        if not was_open or self._used_all:
             return frozenset()
         # One wait for the device, and no kernel there. On the CPU it copies nothing.
         counts = to_host(self._parts).sum(0)

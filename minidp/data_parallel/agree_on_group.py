@@ -96,7 +96,7 @@ def agree_and_reset(
             if communicator.is_on_device:
                 _abort(group, communicator, sharing)
             if group.rank() in wrong:
-                reducer.note_incomplete()
+                reducer.incomplete.note()
             comm.note_replaced(group)
             device = communicator.device if communicator.is_on_device else None
             group = comm.fresh_group(group, key, device)
@@ -115,7 +115,7 @@ def agree_and_reset(
         for place, each in beside.items():
             each.peers.move_to(each.group, f"{key}/{place}")
     # Without a store ranks do not wait for each other: they may not gather, either.
-    reducer.adopt(queue.configure(queue.config), shares=bool(reports))
+    reducer.adopt(queue.configure(queue.config), in_shared_memory=bool(reports))
     return group, wrong
 
 
@@ -172,9 +172,9 @@ def _exchange(
         is_lost |= any(b.state is BucketState.IN_FLIGHT for b in queue.buckets)
     tallies = {place: each.tally for place, each in users}
     counts = {place: (t.started, t.launched) for place, t in tallies.items()}
-    is_wrong = reducer.holds_incomplete()
+    is_wrong = reducer.incomplete.is_present()
     becomes_wrong = is_wrong or (
-        not reducer.has_noted_incomplete and communicator.would_apply_lost()
+        not reducer.incomplete.is_noted and communicator.would_apply_lost()
     )
     mine = _Report(counts, is_lost, reducer.ledger.finalized, is_wrong, becomes_wrong)
     # A peer may first have to run into the limit of a collective itself.

@@ -102,7 +102,7 @@ def compare_or_copy(
                 _copy_optimizers(ddp, found, copy_from, how, survey)
             found = None
             # Whoever copies a wrong rank, in spite of the warning, wants to go on.
-            ddp._reducer.forget_incomplete()
+            ddp._reducer.incomplete.forget()
     if wrong and (copy_from is None or copy_from in wrong):
         warn(incomplete_averages(group.rank(), wrong))
     ddp._guard.forget_steps()

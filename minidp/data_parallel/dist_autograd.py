@@ -56,7 +56,7 @@ class RpcStore(GradStore):
         self._left.clear()
         self._context, self.is_external = None, False
 
-    def has_gradient(self, i: int) -> bool:
+    def has_grad_elsewhere(self, i: int) -> bool:
         """Return whether the running backward is one of distributed autograd.
 
         This must be asked in the hook of parameter ``i``.
@@ -112,7 +112,7 @@ class RpcStore(GradStore):
         Raises:
             GradientError: This leaves no context, or several.
         """
-        if not self.has_gradient(i):
+        if not self.has_grad_elsewhere(i):
             return None
         param = self._params[i]
         found = alive = [one for one in self._noted if _gradients(one) is not None]

@@ -66,7 +66,7 @@ def build(
     reducer = Reducer(replica.params, replica.specs, config, communicator, policy)
     adopt_layers(replica.module, reducer)
     queue = reducer.queue
-    queue.store = RpcStore(reducer)
+    queue.grad_store = RpcStore(reducer)
     queue.checks_finite = own.check_finite_grads
     if policy is not None:
         policy.measure(queue, reducer.hooks)

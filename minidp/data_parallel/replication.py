@@ -155,7 +155,7 @@ class Replication:
                 broadcast_coalesced(delayed, group)
         if verifies:
             communicator.peers.move_to(group, self._key)
-            self._reducer.adopt(self._reducer.queue.layout, shares=True)
+            self._reducer.adopt(self._reducer.queue.layout, in_shared_memory=True)
 
     def connect(self, module: nn.Module) -> None:
         """Create the groups that forwards use, if need be, and begin comparisons.

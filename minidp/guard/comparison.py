@@ -227,7 +227,16 @@ class Comparison:
         patience: float | None = None,
         part: int = 0,
     ) -> Verdict:
-        communicator, ledger = self._reducer.communicator, self._reducer.ledger
+        """Meet the other ranks in the store, and compare digests of these tensors.
+
+        Args:
+            moment: The place in the training loop.
+            tensors: What to compare.
+            asks: Whether to make ranks that wait for this one come, too.
+            patience: How many seconds to wait for them; None: as long as it takes.
+            part: Which part of the parameters this is; only equal parts can be equal.
+        """
+        communicator = self._reducer.communicator
         ranks, digest = self._ranks(), _digest(tensors)
         if len(ranks) == 1:
             return Verdict({communicator.rank: digest}, ranks)
@@ -235,7 +244,53 @@ class Comparison:
             return Verdict({communicator.rank: digest}, ranks, can_ask=False)
         topic = self._next_topic(moment)
         post = [digest, True, part]
-        store = self._store()
+        posts, passed = self._meet(moment, topic, post, patience, asks=asks)
+        posts = self._agree_who_came(topic, posts)
+        digests = {rank: value for rank, (value, *_) in posts.items()}
+        absent = ranks - posts.keys()
+        nobody: frozenset[int] = frozenset()
+        stepped = absent & (nobody if passed is None else passed.stepped)
+        reducing = absent & (nobody if passed is None else passed.reducing)
+        if absent and communicator.peers.is_alone and not (stepped | reducing):
+            # Perhaps they have no such wrapper, or another number for it: no proof.
+            return Verdict(dict.fromkeys(ranks, digest), ranks)
+        if not absent:
+            self._forget_before(topic)
+        is_same_part = len({each for *_, each in posts.values()}) == 1
+        # Only ranks that have asked can take part in a collective.
+        have_asked = len(posts) == communicator.size and all(
+            asked for _, asked, _ in posts.values()
+        )
+        is_rounding = False
+        if have_asked and is_same_part and len(set(digests.values())) > 1:
+            is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
+        return Verdict(
+            digests,
+            ranks,
+            stepped=stepped,
+            reducing=reducing,
+            is_rounding=is_rounding,
+            is_same_part=is_same_part,
+            have_all_asked=have_asked,
+        )
+
+    def _meet(
+        self,
+        moment: str,
+        topic: str,
+        post: Any,
+        patience: float | None,
+        *,
+        asks: bool,
+    ) -> tuple[dict[int, Any], Question | None]:
+        """Post this rank's digest, and wait for those of the others.
+
+        Returns:
+            The posts by rank, and which ranks have gone on without coming, if they can
+            be asked.
+        """
+        communicator, ledger = self._reducer.communicator, self._reducer.ledger
+        ranks, store = self._ranks(), self._store()
         with suppress(RuntimeError):  # then the meeting finds out
             if asks:
                 steps = ledger.steps if moment == "stepped" else None
@@ -255,35 +310,7 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
-        posts = dict(sorted({**posts, communicator.rank: post}.items()))
-        posts = self._agree_who_came(topic, posts)
-        digests = {rank: value for rank, (value, *_) in posts.items()}
-        is_same_part = len({each for *_, each in posts.values()}) == 1
-        absent = ranks - posts.keys()
-        has_gone_on = passed is not None and absent & (passed.stepped | passed.reducing)
-        if absent and communicator.peers.is_alone and not has_gone_on:
-            # Perhaps they have no such wrapper, or another number for it: no proof.
-            return Verdict(dict.fromkeys(ranks, digest), ranks)
-        stepped = absent & (passed.stepped if passed is not None else set())
-        reducing = absent & (passed.reducing if passed is not None else set())
-        if not absent:
-            self._forget_before(topic)
-        # Only ranks that have asked can take part in a collective.
-        have_asked = len(posts) == communicator.size and all(
-            asked for _, asked, _ in posts.values()
-        )
-        is_rounding = False
-        if have_asked and is_same_part and len(set(digests.values())) > 1:
-            is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
-        return Verdict(
-            digests,
-            ranks,
-            stepped=stepped,
-            reducing=reducing,
-            is_rounding=is_rounding,
-            is_same_part=is_same_part,
-            have_all_asked=have_asked,
-        )
+        return dict(sorted({**posts, communicator.rank: post}.items())), passed
 
     def _agree_who_came(self, topic: str, posts: dict[int, Any]) -> dict[int, Any]:
         """Return the posts that count, of all ranks or, if some came too late, fewer.

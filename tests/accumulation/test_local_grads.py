@@ -30,7 +30,7 @@ class Reducer:
 def finish(reducer, acts, untouched=()):
     reducer.untouched = {*untouched}
     acts.finished()
-    reducer.ledger.settle()
+    reducer.ledger.count_backward()
 
 
 def play(word):

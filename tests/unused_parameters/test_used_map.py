@@ -39,7 +39,7 @@ def exchanges(monkeypatch):
 
 
 def new_map():
-    return UsedMap(3, torch.device("cpu"), Communicator(GROUP))
+    return UsedMap("the used-map", 3, torch.device("cpu"), Communicator(GROUP))
 
 
 def test_who_waits_and_when(exchanges):
