@@ -167,8 +167,7 @@ def test_parameters_travel_while_there_are_no_buckets(ctx):
             patch.setattr(place, name, noting(order, name, getattr(place, name)))
         DataParallel(nn.Linear(3, 3), process_group=ctx.group)
     before = order[: order.index("broadcast_coalesced")]
-    # Each `adopt` frees the buckets before it, too.
-    assert before.count("free") == before.count("adopt") + 1
+    assert before[-1] == "free"
     assert "adopt" in order[len(before) :]
 
 
