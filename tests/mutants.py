@@ -4,23 +4,30 @@
     python -m tests.mutants --list       their names
     python -m tests.mutants "sum becomes maximum"   only this one
 
-Each mutant replaces one text in a copy of the checkout and runs the tests of the
-fast tier on the copy until one fails. The text is looked for in all files of `minidp/`
-and `csrc/`, so that code may move. A mutant whose text is not found exactly once is out
-of date, and that is an error, too.
+Each mutant replaces one piece of code in a copy of the checkout and runs the tests of
+the fast tier on the copy until one fails. In Python the piece is an expression or a
+statement, which is looked for in the syntax trees of all files of `minidp/`, so that
+code may move and be formatted anew. In C++ it is a text. A mutant whose piece is not
+found exactly once is out of date, and that is an error, too, which
+`tests/repository/test_mutants.py` finds in each run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.noxfile import FAST, NATIVE_FAST, ROOT, SOON_OVER, WORKERS, tests
 
@@ -34,8 +41,9 @@ class Mutant:
     """One way to break gradients."""
 
     name: str
-    old: str
-    new: str
+    old: str  # an expression or a statement of Python, or a text of C++
+    new: str  # what stands in its place
+    within: str = ""  # the Python function that has it, if others have it, too
     native: bool = False  # in C++
 
 
@@ -57,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",
-        "self.scale = self.divisor / sum(",
-        "self.scale = 1 / sum(",
+        "self.divisor / sum([row[_COUNT] for row in rows])",
+        "1 / sum([row[_COUNT] for row in rows])",
     ),
     Mutant(
         "sums that go to the gradients are not divided by items",
@@ -73,8 +81,8 @@ MUTANTS = [
     ),
     Mutant(
         "a backward on old averages is not noticed",
-        "grad._version, grad.detach().any()",
-        "grad._version, torch.tensor(False)",
+        "grad.detach().any()",
+        "torch.tensor(False)",
     ),
     Mutant(
         "a joined rank forgets what it counted",
@@ -89,13 +97,14 @@ MUTANTS = [
     ),
     Mutant(
         "batched copies are not divided",
-        "            kernels.divide(self.payload, factors.post)\n",
-        "",
+        "kernels.divide(self.payload, factors.post)",
+        "None",
     ),
     Mutant(
         "average over the initial world size in join()",
-        "return self.num_contributors or ",
-        "return ",
+        "self.num_contributors or self._communicator.size",
+        "self._communicator.size",
+        within="divisor",
     ),
     Mutant(
         "division by a product with the reciprocal where torch divides",
@@ -104,33 +113,33 @@ MUTANTS = [
     ),
     Mutant(
         "gradients in place are not divided",
-        "            kernels.divide(values, divisor)",
-        "            kernels.divide(values, 1)",
+        "kernels.divide(self._values_of(slots), divisor)",
+        "None",
     ),
     Mutant(
         "one slot keeps what was in the buffer",
-        "                view.zero_()\n",
-        "                pass\n",
+        "self._values_of(slots).zero_()",
+        "None",
     ),
     Mutant(
-        "a kept gradient loses its saved bits",
-        "self.views[k].copy_(self._saved[k])",
-        "pass",
+        "an untouched gradient loses its saved bits",
+        "part.copy_(values[at : at + part.numel()])",
+        "None",
     ),
     Mutant(
         "buckets launch as they fill, in any order",
-        "state is not BucketState.FULL:\n                    break\n",
-        "state is not BucketState.FULL:\n                    continue\n",
+        "if bucket.state is not BucketState.FULL:\n    break",
+        "if bucket.state is not BucketState.FULL:\n    continue",
     ),
     Mutant(
         "averages are not copied out",
-        "bucket.copy_out(kept)",
+        "bucket.copy_out(untouched_slots)",
         "bucket.copy_out(range(len(bucket.params)))",
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",
-        "            result = self.communicator.wait(self.work)\n",
-        "            result = None\n",
+        "self.communicator.wait(self.work)",
+        "None",
     ),
     Mutant(
         "ranks keep their own layout after a rebuild",
@@ -139,13 +148,14 @@ MUTANTS = [
     ),
     Mutant(
         "a rebuild does not happen",
-        "            self._order = order\n",
-        "            pass\n",
+        "self._order = order",
+        "pass",
     ),
     Mutant(
         "no_sync is ignored",
-        "        self.require_backward_grad_sync = False\n        try:\n",
-        "        try:\n",
+        "self.require_backward_grad_sync = False",
+        "pass",
+        within="no_sync",
     ),
     Mutant(
         "unused parameters: a rank forgets what others used",
@@ -154,18 +164,18 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that nobody used becomes zeros",
-        "kept = [k for i, k in slots if i in untouched]",
-        "kept = []",
+        "[k for i, k in slots if i in untouched]",
+        "[]",
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
-        "if not left:\n            pending.mark_bucket_ready(number)",
-        "if left <= 1:\n            pending.mark_bucket_ready(number)",
+        "if not left:\n    pending.mark_bucket_ready(number)",
+        "if left <= 1:\n    pending.mark_bucket_ready(number)",
     ),
     Mutant(
         "a comm hook's result is divided",
-        "self.factors_of(self.divisor if hook is None else 1)\n",
-        "self.factors_of(self.divisor)\n",
+        "self.factors_of(self.divisor if hook is None else 1)",
+        "self.factors_of(self.divisor)",
     ),
     Mutant(
         "one rank keeps its own initial parameters",
@@ -174,20 +184,20 @@ MUTANTS = [
     ),
     Mutant(
         "sparse gradients are not divided",
-        "            kernels.divide(self.payload, factors.product)\n",
-        "",
+        "kernels.divide(self.payload, factors.product)",
+        "None",
     ),
     Mutant(
         "complex gradients lose their imaginary part",
-        "torch.view_as_real(values).flatten() if values.is_complex()",
-        "values.real.clone() if values.is_complex()",
+        "torch.view_as_real(values).flatten()",
+        "values.real.clone()",
+        within="as_real",
     ),
     Mutant(
         "module buffers are not broadcast",
-        "group = group_of_forwards(self._reducer.communicator.group)\n"
-        "            broadcast_coalesced(list(self.buffers.values()), group, root)",
-        "group = group_of_forwards(self._reducer.communicator.group)\n"
-        "            broadcast_coalesced([], group, root)",
+        "broadcast_coalesced(list(self.buffers.values()), group, root)",
+        "broadcast_coalesced([], group, root)",
+        within="broadcast_buffers",
     ),
     Mutant(
         "C++: halves are scaled in their own precision",
@@ -252,11 +262,62 @@ MUTANTS = [
 ]
 
 
-def place_of(mutant: Mutant) -> Path | None:
-    """Find the file with the text of a mutant; None if the code has changed."""
-    files = [*ROOT.glob("minidp/**/*.py"), *ROOT.glob("csrc/*.cpp")]
-    found = [path for path in files for _ in range(path.read_text().count(mutant.old))]
+def place_of(mutant: Mutant) -> tuple[Path, str] | None:
+    """Find the file that has a mutant's piece of code, and what becomes of its text.
+
+    None means that the code has changed, so that the mutant is out of date.
+    """
+    found: list[tuple[Path, str]] = []
+    if mutant.native:
+        for path in ROOT.glob("csrc/*.cpp"):
+            whole = path.read_text()
+            changed = whole.replace(mutant.old, mutant.new)
+            found += [(path, changed)] * whole.count(mutant.old)
+    else:
+        found = [
+            (path, replaced(whole, node, mutant.new))
+            for path, whole, nodes in parsed()
+            for node in nodes_of(mutant, nodes)
+        ]
     return found[0] if len(found) == 1 else None
+
+
+@functools.cache
+def parsed() -> list[tuple[Path, str, dict[type, list[ast.AST]]]]:
+    """Return all files of the package: path, text, and nodes by their type."""
+    files = []
+    for path in ROOT.glob("minidp/**/*.py"):
+        text, nodes = path.read_text(), defaultdict(list)
+        for node in ast.walk(ast.parse(text)):
+            nodes[type(node)].append(node)
+        files.append((path, text, nodes))
+    return files
+
+
+def nodes_of(mutant: Mutant, nodes: dict[type, list[ast.AST]]) -> list[Any]:
+    """Return the nodes, of all those of a file, that are a mutant's piece of code."""
+    wanted: ast.AST = ast.parse(mutant.old).body[0]
+    if isinstance(wanted, ast.Expr):
+        wanted = wanted.value
+    form = ast.dump(wanted)
+    candidates: Iterable[ast.AST] = nodes.get(type(wanted), [])
+    if mutant.within:
+        functions = nodes.get(ast.FunctionDef, [])
+        places = [f for f in functions if getattr(f, "name", "") == mutant.within]
+        everything = (node for place in places for node in ast.walk(place))
+        candidates = (node for node in everything if type(node) is type(wanted))
+    return [node for node in candidates if ast.dump(node) == form]
+
+
+def replaced(whole: str, node: ast.expr | ast.stmt, new: str) -> str:
+    """Return a file's text with other code in the place of a node."""
+    lines = whole.splitlines(keepends=True)
+    last = lines[(node.end_lineno or 0) - 1].encode()
+    before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
+    after = last[node.end_col_offset :].decode()
+    code = textwrap.indent(new, " " * node.col_offset).lstrip()
+    head, tail = lines[: node.lineno - 1], lines[node.end_lineno :]
+    return "".join([*head, before, code, after, *tail])
 
 
 def copy_checkout(folder: Path) -> None:
@@ -268,11 +329,11 @@ def copy_checkout(folder: Path) -> None:
         shutil.copy(ROOT / name, folder)
 
 
-def first_failure(mutant: Mutant, place: Path, folder: Path) -> str:
+def first_failure(mutant: Mutant, place: Path, changed: str, folder: Path) -> str:
     """Run the tests on a copy with the mutant; return a failed test, or nothing."""
     path = folder / place.relative_to(ROOT)
     whole = path.read_text()
-    path.write_text(whole.replace(mutant.old, mutant.new))
+    path.write_text(changed)
     chosen = NATIVE_FAST if mutant.native else FAST
     try:
         # Most die early in this file, for which one process is enough.
@@ -337,13 +398,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         copy_checkout(folder)
         for number, mutant in enumerate(chosen, 1):
-            place = place_of(mutant)
-            result = "OUT OF DATE: its text is not in the code exactly once"
-            if place and options.list:
-                result = str(place.relative_to(ROOT))
-            elif place:
-                result = first_failure(mutant, place, folder) or "SURVIVES"
-            bad += result == "SURVIVES" or place is None
+            found = place_of(mutant)
+            result = "OUT OF DATE: its piece is not in the code exactly once"
+            if found and options.list:
+                result = str(found[0].relative_to(ROOT))
+            elif found:
+                result = first_failure(mutant, *found, folder) or "SURVIVES"
+            bad += result == "SURVIVES" or found is None
             print(f"{number} of {len(chosen)}  {mutant.name}\n    {result}", flush=True)
     print(f"{len(chosen)} mutants, {bad} of them survive or are out of date")
     return 1 if bad or not chosen else 0
