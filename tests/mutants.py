@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.noxfile import FAST, NATIVE_FAST, ROOT, SOON_OVER, WORKERS, tests
+from tests.noxfile import FAST, NATIVE_FAST, ROOT, SOON_OVER, WORKERS
 
 ALONE = ("--numprocesses", "0")
 COPIED = ("minidp", "csrc", "tests", "benchmarks", "examples")
@@ -44,6 +44,7 @@ class Mutant:
     old: str  # an expression or a statement of Python, or a text of C++
     new: str  # what stands in its place
     within: str = ""  # the Python function that has it, if others have it, too
+    first: str = "gradients/test_pairs_of_features.py"  # the tests that likely fail
     native: bool = False  # in C++
 
 
@@ -67,33 +68,39 @@ MUTANTS = [
         "averages over items are not multiplied by the ranks",
         "self.divisor / sum([row[_COUNT] for row in rows])",
         "1 / sum([row[_COUNT] for row in rows])",
+        first="items/test_special_cases.py",
     ),
     Mutant(
         "sums that go to the gradients are not divided by items",
         "tiles_.scale = scale;",
         "tiles_.scale = 1;",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "a rank that counts some of its micro-batches is not noticed",
         "flags += FEWER",
         "pass",
+        first="items/test_special_cases.py",
     ),
     Mutant(
         "a backward on old averages is not noticed",
         "grad.detach().any()",
         "torch.tensor(False)",
+        first="items",
     ),
     Mutant(
         "a joined rank forgets what it counted",
         "self._step, self.holds_averages = mine",
         "pass",
+        first="items",
     ),
     Mutant(
         "C++: gradients are copied out undivided by items",
         "copy_rows(rows, values_.scalar_type(), scale);",
         "copy_rows(rows, values_.scalar_type(), 1.0);",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "batched copies are not divided",
@@ -105,6 +112,7 @@ MUTANTS = [
         "self.num_contributors or self._communicator.size",
         "self._communicator.size",
         within="divisor",
+        first="join",
     ),
     Mutant(
         "division by a product with the reciprocal where torch divides",
@@ -120,11 +128,13 @@ MUTANTS = [
         "one slot keeps what was in the buffer",
         "self._values_of(slots).zero_()",
         "None",
+        first="unused_parameters",
     ),
     Mutant(
         "an untouched gradient loses its saved bits",
         "part.copy_(values[at : at + part.numel()])",
         "None",
+        first="views",
     ),
     Mutant(
         "buckets launch as they fill, in any order",
@@ -145,27 +155,32 @@ MUTANTS = [
         "ranks keep their own layout after a rebuild",
         "self.adopt(agreed, in_shared_memory=True)",
         "self.adopt(mine, in_shared_memory=True)",
+        first="layout",
     ),
     Mutant(
         "a rebuild does not happen",
         "self._order = order",
         "pass",
+        first="layout",
     ),
     Mutant(
         "no_sync is ignored",
         "self.require_backward_grad_sync = False",
         "pass",
         within="no_sync",
+        first="accumulation",
     ),
     Mutant(
         "unused parameters: a rank forgets what others used",
         "torch.nonzero(counts == 0)",
         "torch.nonzero(counts <= 1)",
+        first="unused_parameters",
     ),
     Mutant(
         "a gradient that nobody used becomes zeros",
         "[k for i, k in slots if i in untouched]",
         "[]",
+        first="unused_parameters",
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
@@ -176,11 +191,13 @@ MUTANTS = [
         "a comm hook's result is divided",
         "self.factors_of(self.divisor if hook is None else 1)",
         "self.factors_of(self.divisor)",
+        first="comm_hooks",
     ),
     Mutant(
         "one rank keeps its own initial parameters",
         "options.rootRank = root",
         "options.rootRank = group.rank()",
+        first="replicas",
     ),
     Mutant(
         "sparse gradients are not divided",
@@ -198,18 +215,21 @@ MUTANTS = [
         "broadcast_coalesced(list(self.buffers.values()), group, root)",
         "broadcast_coalesced([], group, root)",
         within="broadcast_buffers",
+        first="buffers",
     ),
     Mutant(
         "C++: halves are scaled in their own precision",
         "return static_cast<T>(static_cast<Wide<T>>(x) * scale);",
         "return x * static_cast<T>(scale);",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "C++: gradients in place are multiplied by the reciprocal",
         "values_.div_(divisor);",
         "values_.mul_(1.0 / static_cast<double>(divisor));",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "C++: the hook takes a bucket for full one gradient early",
@@ -228,36 +248,42 @@ MUTANTS = [
         "copy_rows(rows, values_.scalar_type(), scale);",
         "static_cast<void>(rows.ends.size() + (scale > 1));",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "C++: averages of odd gradients are not copied out",
         "minidp::unflatten(grads, views, scale);",
         "static_cast<void>(grads.size() + views.size() + (scale > 1));",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "C++: a gradient is copied to the wrong place",
         "const auto elements = view.storage_offset() - values_.storage_offset();",
         "const auto elements = view.storage_offset();",
         native=True,
+        first="native/test_flatten.py",
     ),
     Mutant(
         "C++: a rank is left out of the sum in shared memory",
         "for (int64_t k = 1; k <= size; ++k) {",
         "for (int64_t k = 1; k < size; ++k) {",
         native=True,
+        first="shared_memory/test_sums.py",
     ),
     Mutant(
         "C++: the sum in shared memory is not that of Gloo's ring",
         "ranks[(chunk - k + size) % size]",
         "ranks[(chunk + k) % size]",
         native=True,
+        first="shared_memory/test_sums.py",
     ),
     Mutant(
         "C++: a bucket in shared memory is read before its sums are there",
         "if (!all_posted(bucket)) {\n    return false;",
         "if (!all_posted(bucket)) {\n    return true;",
         native=True,
+        first="shared_memory",
     ),
 ]
 
@@ -336,10 +362,7 @@ def first_failure(mutant: Mutant, place: Path, changed: str, folder: Path) -> st
     path.write_text(changed)
     chosen = NATIVE_FAST if mutant.native else FAST
     try:
-        # Most die early in this file, for which one process is enough.
-        failed = run_tests(
-            mutant, folder, (*ALONE, *tests("gradients", "pairs_of_features"))
-        )
+        failed = run_tests(mutant, folder, [*ALONE, f"tests/{mutant.first}"])
         if not failed:
             failed = run_tests(mutant, folder, chosen)
             # On a busy machine a test may fail for another reason, but not twice.
