@@ -366,7 +366,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def require_backward_grad_sync(self, enabled: bool) -> None:
         ledger = self._reducer.ledger
         if ledger.sync_enabled != bool(enabled):
-            self._guard.acts.switch_sync(enabled=enabled)
+            self._guard.switch_sync(enabled=enabled)
             ledger.sync_enabled = bool(enabled)
 
     @contextmanager

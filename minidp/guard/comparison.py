@@ -137,6 +137,7 @@ class Comparison:
     ) -> None:
         self._reducer, self._key, self._replaced = reducer, key, replaced
         self._is_asking = False
+        self._asked = ""  # the last comparison to which this rank came by itself
         # The ledger's `finalized` and `steps` when the last forward began.
         self._at_forward: tuple[int, int] | None = None
         self._place, self._repeats = "", 0  # of the last comparison
@@ -244,6 +245,9 @@ class Comparison:
             return Verdict({communicator.rank: digest}, ranks, can_ask=False)
         topic = self._next_topic(moment)
         post = [digest, True, part]
+        # This rank has asked, so `answer` must never replace its post by an answer. The
+        # others read from it whether this rank will come to the collective below.
+        self._asked = topic
         posts, passed = self._meet(moment, topic, post, patience, asks=asks)
         posts = self._agree_who_came(topic, posts)
         digests = {rank: value for rank, (value, *_) in posts.items()}
@@ -356,7 +360,7 @@ class Comparison:
             store = self._store()
             topic, after = read_json(store, "ask", [step]).get(step, ("", None))
             can_answer = reduces if after is None else after == steps
-            if can_answer and topic and topic != self._answered:
+            if can_answer and topic and topic not in (self._answered, self._asked):
                 self._answered = topic
                 post = [_digest(reducer.params), False, 0]
                 post_json(store, topic, reducer.communicator.rank, post)

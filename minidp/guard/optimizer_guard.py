@@ -432,6 +432,18 @@ class Guard:
         else:
             self._note_change(found)
 
+    def switch_sync(self, *, enabled: bool) -> None:
+        """Note that no_sync() is left, if ``enabled``, or entered.
+
+        Forwards inside do not look for changes of parameters that came before it.
+        """
+        if not enabled and self.comparison.is_needed:
+            seen, found = self._change, find_change(self.reducer, self.acts)
+            if found is not None and seen is not None:
+                found = replace(found, indices=found.indices | seen.indices)
+            self._note_change(found)
+        self.acts.switch_sync(enabled=enabled)
+
     def _note_change(self, found: Change | None) -> None:
         """Keep a change until it is judged, unless another wrapper averages there."""
         mine = self.index.keys()

@@ -683,6 +683,36 @@ def test_all_ranks_may_leave_out_a_step(ctx, drops):
 
 
 @on_ranks(2)
+def test_ranks_agree_that_all_have_asked_though_one_reads_late(ctx):
+    """Noise that is put back differs in the backward; no rank may take it for proof.
+
+    Rank 0 has left out a step, as all have, and reads the posts when rank 1 already
+    waits for it in the collective that follows.
+    """
+    ddp, optimizer = setting(ctx)
+    is_completed = _Meeting.is_completed
+
+    def late(meeting):
+        threading.Event().wait(0.7)  # rank 1 looks for questions twice a second
+        return is_completed(meeting)
+
+    with patch.object(_Meeting, "is_completed", is_completed if ctx.rank else late):
+        for k in range(4):
+            kept = [param.detach().clone() for param in ddp.parameters()]
+            with torch.no_grad():
+                for param in ddp.parameters():
+                    param += ctx.rank + k
+            ddp(X).backward()
+            with torch.no_grad():
+                for param, value in zip(ddp.parameters(), kept, strict=True):
+                    param.copy_(value)
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(ddp)
+
+
+@on_ranks(2)
 def test_one_rank_may_drop_averages_that_it_has_stepped_otherwise(ctx):
     """An update by hand, on one rank, of what the others step by an optimizer."""
     ddp, optimizer = setting(ctx, check_replicas_every=0)

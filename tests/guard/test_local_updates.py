@@ -80,6 +80,22 @@ def test_found_after_the_next_step(ddp):
     step_of(ddp)()
 
 
+def test_no_sync_excuses_no_change_that_came_before_it(ddp):
+    """The usual accumulation follows a local backward and an update by hand."""
+    ddp.module(X).backward()
+    update(ddp)
+    half_a_window(ddp)
+    ddp(X).backward()
+    refused(step_of(ddp), "the module ran without its wrapper")
+    ddp.reset()
+    grads = torch.autograd.grad(ddp(X), [*ddp.parameters()])
+    with torch.no_grad():
+        for param, grad in zip(ddp.parameters(), grads, strict=True):
+            param -= 0.1 * grad
+    half_a_window(ddp)  # the forward before it lets this backward average
+    refused(ddp, BYPASSED, X)
+
+
 def test_found_without_any_optimizer(ddp):
     """In the forward after the next averaged backward, or the next local update."""
     ddp.module(X).backward()
