@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # Without a heartbeat, or while others compute, only time tells who does not come.
 PATIENCE_SECONDS = 10.0
 # The moments of comparisons that belong to one of several forwards before a backward.
-_IN_FORWARDS = ("forward", "opened", "cast")
+_IN_FORWARDS = ("forward", "rest", "opened", "cast")
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
 # largest element, or twice what the dtype can tell.
@@ -112,6 +112,14 @@ class Verdict:
         return f"different {what} on rank {listed(odd)} than on rank {listed(rest)}"
 
 
+class _Question(NamedTuple):
+    """What a rank tells those that do not come to a comparison by themselves."""
+
+    # If they differ, all of them compare after the next step. Then this is what has
+    # happened, and the remedy; else it is None.
+    looks_again: tuple[str, str] | None = None
+
+
 class Comparison:
     """Compare gradients or parameters of one wrapper between ranks.
 
@@ -136,6 +144,9 @@ class Comparison:
         replaced: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._reducer, self._key, self._replaced = reducer, key, replaced
+        # Called in a wait for other ranks: one of them has asked whether parameters are
+        # equal, and wants to look again after the next step, and they differ.
+        self.on_difference: Callable[[str, str], None] = lambda *_: None
         self._is_asking = False
         self._asked = ""  # the last comparison to which this rank came by itself
         # The ledger's `finalized` and `steps` when the last forward began.
@@ -188,7 +199,20 @@ class Comparison:
         """Compare any other tensors."""
         return self._compare(moment, tensors)
 
-    def with_waiting_ranks(self, patience: float | None = None) -> Verdict:
+    def of_digest(self, moment: str, digest: int) -> Verdict:
+        """Compare what `digest` has returned on each rank."""
+        return self._compare(moment, (), digest=digest)
+
+    def digest(self) -> int:
+        """Return a checksum of the parameters as they are now."""
+        return _digest(self._present())
+
+    def with_waiting_ranks(
+        self,
+        patience: float | None = None,
+        *,
+        looks_again: tuple[str, str] | None = None,
+    ) -> Verdict:
         """Compare all parameters at the beginning of a synchronised backward.
 
         The other ranks wait for this rank in the same backward, and answer from there.
@@ -199,12 +223,20 @@ class Comparison:
             patience: After this rank's step, and not in a backward, how many seconds to
                 wait for the others, which come to the next forward and backward if all
                 goes well.
+            looks_again: What has happened, and the remedy, if a difference is to be
+                looked at again after the next step. Ranks that only answer are told of
+                it then (`on_difference`).
         """
         moment = "backward" if patience is None else "stepped"
         if patience is None:
             limit = self._reducer.communicator.limit or math.inf
             patience = min(PATIENCE_SECONDS, limit / 4)
-        return self._compare(moment, self._present(), asks=True, patience=patience)
+        return self._compare(
+            moment,
+            self._present(),
+            patience=patience,
+            question=_Question(looks_again),
+        )
 
     def _present(self) -> list[torch.Tensor]:
         """Return the parameters that the module has now in the places of ours."""
@@ -224,21 +256,25 @@ class Comparison:
         moment: str,
         tensors: Sequence[torch.Tensor | None],
         *,
-        asks: bool = False,
         patience: float | None = None,
+        question: _Question | None = None,
         part: int = 0,
+        digest: int | None = None,
     ) -> Verdict:
         """Meet the other ranks in the store, and compare digests of these tensors.
 
         Args:
             moment: The place in the training loop.
             tensors: What to compare.
-            asks: Whether to make ranks that wait for this one come, too.
             patience: How many seconds to wait for them; None: as long as it takes.
+            question: If there is one, ranks that wait for this one answer it.
             part: Which part of the parameters this is; only equal parts can be equal.
+            digest: What to compare instead, without a look at rounding.
         """
-        communicator = self._reducer.communicator
-        ranks, digest = self._ranks(), _digest(tensors)
+        communicator, ranks = self._reducer.communicator, self._ranks()
+        has_tensors = digest is None
+        if digest is None:
+            digest = _digest(tensors)
         if len(ranks) == 1:
             return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
@@ -248,7 +284,7 @@ class Comparison:
         # This rank has asked, so `answer` must never replace its post by an answer. The
         # others read from it whether this rank will come to the collective below.
         self._asked = topic
-        posts, passed = self._meet(moment, topic, post, patience, asks=asks)
+        posts, passed = self._meet(moment, topic, post, patience, question)
         posts = self._agree_who_came(topic, posts)
         digests = {rank: value for rank, (value, *_) in posts.items()}
         absent = ranks - posts.keys()
@@ -266,7 +302,12 @@ class Comparison:
             asked for _, asked, _ in posts.values()
         )
         is_rounding = False
-        if have_asked and is_same_part and len(set(digests.values())) > 1:
+        if (
+            has_tensors
+            and have_asked
+            and is_same_part
+            and len(set(digests.values())) > 1
+        ):
             is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
         return Verdict(
             digests,
@@ -284,8 +325,7 @@ class Comparison:
         topic: str,
         post: Any,
         patience: float | None,
-        *,
-        asks: bool,
+        question: _Question | None,
     ) -> tuple[dict[int, Any], Question | None]:
         """Post this rank's digest, and wait for those of the others.
 
@@ -296,12 +336,13 @@ class Comparison:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
         ranks, store = self._ranks(), self._store()
         with suppress(RuntimeError):  # then the meeting finds out
-            if asks:
+            if question is not None:
                 steps = ledger.steps if moment == "stepped" else None
-                post_json(store, "ask", ledger.finalized, [topic, steps])
+                asked = [topic, steps, question.looks_again]
+                post_json(store, "ask", ledger.finalized, asked)
             post_json(store, topic, communicator.rank, post)
         passed = communicator.peers.ask_who_passed(
-            ledger.finalized, ledger.steps, may_answer=asks
+            ledger.finalized, ledger.steps, may_answer=question is not None
         )
         if patience is None and (passed is None or communicator.peers.is_alone):
             patience = PATIENCE_SECONDS
@@ -358,12 +399,18 @@ class Comparison:
             if not has_store(reducer.communicator.group):
                 return
             store = self._store()
-            topic, after = read_json(store, "ask", [step]).get(step, ("", None))
+            nothing = ("", None, None)
+            asked = read_json(store, "ask", [step]).get(step, nothing)
+            topic, after, looks_again = asked
             can_answer = reduces if after is None else after == steps
             if can_answer and topic and topic not in (self._answered, self._asked):
                 self._answered = topic
-                post = [_digest(reducer.params), False, 0]
-                post_json(store, topic, reducer.communicator.rank, post)
+                digest = _digest(reducer.params)
+                post_json(store, topic, reducer.communicator.rank, [digest, False, 0])
+                if looks_again:
+                    posts = read_json(store, topic, self._ranks())
+                    if any(value != digest for value, *_ in posts.values()):
+                        self.on_difference(*looks_again)
 
     def _next_topic(self, moment: str) -> str:
         """Return a new name for this comparison, which is equal on all ranks.

@@ -12,7 +12,7 @@ synchronised exactly if a forward of F was (torch's rule: the *forward* decides)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from weakref import WeakSet
 
@@ -98,6 +98,9 @@ class LocalActs(Observer):
         # Versions, by index, of parameters whose gradients a backward made without any
         # grad hook, after a forward that announced averages; None: no such backward.
         self.bypassed: dict[int, int] | None = None
+        # Called before the first local gradient is noted, with the parameters as the
+        # backward has found them.
+        self.at_first: Callable[[], None] = _do_nothing
         self.has_lost_hooks = False  # the reason of `bypassed`; else autograd.grad
         self.lent: list[weakref.ref[Tensor]] = []  # to the module, for its last forward
         # Versions of two parameters, when no_sync() began.
@@ -125,6 +128,8 @@ class LocalActs(Observer):
             self.origins[i] = _origin(through_outputs)
         else:
             return
+        if not self.versions:
+            self.at_first()
         self.unsynced.add(i)
         self.versions.setdefault(i, self._reducer.params[i]._version)
 
@@ -145,6 +150,8 @@ class LocalActs(Observer):
             if any_reached(lent):  # they stand in for ours, whichever these are
                 returned = range(len(params))
         if returned or lost:
+            if self.bypassed is None:
+                self.at_first()
             versions = {i: params[i]._version for i in (*returned, *lost)}
             self.bypassed = versions | (self.bypassed or {})
             self.has_lost_hooks |= bool(lost)
@@ -183,6 +190,10 @@ class LocalActs(Observer):
         self.unsynced.intersection_update(still_local)
         self.versions.clear()
         self.bypassed, self.has_lost_hooks = None, False
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _origin(through_outputs: Collection[int]) -> Origin:

@@ -34,6 +34,8 @@ class Change:
     finalized: int  # number of averaged backwards before the change was seen
     is_for_good: bool  # nobody averages any more, so waiting for it is no use
     suspicion: Suspicion
+    # Ranks differed in a backward, so that all of them compare after the next step.
+    is_known_to_all: bool = False
 
 
 def find_change(reducer: Reducer, acts: LocalActs) -> Change | None:

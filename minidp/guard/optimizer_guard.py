@@ -10,7 +10,9 @@ only a difference is an error:
 
     before a step    the gradients that it applies, if some were never averaged by us
     after a step     the parameters, if they had changed after a local backward. Not
-                     before: weights that were moved for a while are back by then.
+                     before: weights that were moved for a while are back by then. If
+                     the others know of no change, they are asked in the backward, and
+                     after a difference all compare after the step that follows
                      Also if the gradients differed before it, and the optimizer has a
                      ``step`` of its own, which may have averaged them
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
@@ -98,6 +100,11 @@ class Guard:
         doubts: Where the guard notes why replicas may differ, for their comparison.
     """
 
+    _change: Change | None = None  # seen, and not judged yet
+    # The parameters' checksum before a further local backward, if a change was not
+    # judged yet then: weights that were moved for a while are back there.
+    _at_rest: int | None = None
+
     def __init__(
         self,
         reducer: Reducer,
@@ -122,7 +129,9 @@ class Guard:
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._has_group: Callable[[], bool] = lambda: True
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
-        self._change: Change | None = None  # seen, and not judged yet
+        guard = weakref.proxy(self)  # both would make a cycle, which keeps buckets
+        self.acts.at_first = lambda: guard.note_rest()
+        self.comparison.on_difference = lambda *text: guard.look_after_step(*text)
         self._trust = _Trust()
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
@@ -428,7 +437,10 @@ class Guard:
             seen, is_over = found, True
         if seen is not None and is_over:
             self._change = None
-            self._judge_change(seen, "forward", range(len(self.reducer.params)))
+            rest = self._at_rest if seen is found and not seen.is_for_good else None
+            self._at_rest = None
+            everybody = range(len(self.reducer.params))
+            self._judge_change(seen, "forward", everybody, rest=rest)
         else:
             self._note_change(found)
 
@@ -451,22 +463,84 @@ class Guard:
         if found is not None and not is_shared and self.policy != "ignore":
             self._change = found
 
-    def _judge_change(self, change: Change, moment: str, which: Sequence[int]) -> None:
+    def note_rest(self) -> None:
+        """Note the parameters as a local backward finds them, if a change is open."""
+        if self._change is not None:
+            self._at_rest = self.comparison.digest()
+
+    def look_after_step(self, what: str, remedy: str) -> None:
+        """Compare after the next step, because another rank has found a difference.
+
+        Args:
+            what: What has happened on that rank.
+            remedy: What to do about it.
+        """
+        suspicion = Suspicion(
+            f"On another rank: {what}",
+            names=self.reducer.names,
+            expected="the same parameters on all ranks",
+            remedy=remedy,
+        )
+        change = Change(
+            indices=frozenset(range(len(self.reducer.params))),
+            finalized=self.reducer.ledger.finalized,
+            is_for_good=False,
+            suspicion=suspicion,
+            is_known_to_all=True,
+        )
+        self._note_change(change)
+
+    def _judge_change(
+        self,
+        change: Change,
+        moment: str,
+        which: Sequence[int],
+        *,
+        rest: int | None = None,
+    ) -> None:
         """Compare parameters that changed after local gradients, and complain or trust.
 
         If some ranks have not seen a change, this one asks them in the next backward.
+
+        Args:
+            change: What has changed.
+            moment: The place in the training loop.
+            which: The indices of the parameters to compare.
+            rest: The checksum of the parameters before this change. If it is the same
+                on all ranks, earlier changes are over, and this one is judged later.
         """
         mine = self.index.keys()
         if any(not mine.isdisjoint(other.index) for other in self.others()):
             return
-        if not self._has_group() or not self._trust.is_due():
+        if not self._has_group():
+            return
+        if not change.is_known_to_all and not self._trust.is_due():
+            return
+        if rest is not None and self.comparison.of_digest("rest", rest).is_equal:
+            self._trust.note(is_decided=True)
+            self._change = change
             return
         verdict = self.comparison.of_parameters(moment, which)
         if verdict.are_all_here or not verdict.can_ask:
             self._conclude(verdict, suspicion=change.suspicion)
         else:
-            conclude = functools.partial(Guard._conclude, suspicion=change.suspicion)
-            _add_once(self.reducer, _AskInBackward(self, conclude))
+            conclude = functools.partial(Guard._conclude_change, change=change)
+            text = change.suspicion.what, change.suspicion.remedy
+            _add_once(self.reducer, _AskInBackward(self, conclude, looks_again=text))
+
+    def _conclude_change(self, verdict: Verdict, *, change: Change) -> None:
+        """Look again after the next step if ranks differ in a backward, or trust.
+
+        In the backward weights may be moved on purpose. Ranks that have only answered
+        look again, too.
+        """
+        if verdict.is_proof:
+            finalized = self.reducer.ledger.finalized
+            self._note_change(
+                replace(change, finalized=finalized, is_known_to_all=True)
+            )
+        else:
+            self._conclude(verdict, suspicion=change.suspicion)
 
     def _judge_open_step(self, verdict: Verdict, *, after_step: bool = False) -> None:
         """Judge a step that was open by a comparison of all parameters after it.
@@ -705,6 +779,7 @@ class Guard:
             if isinstance(each, waiting):
                 observers.remove(each)
         self._change, self.open_step, self._own_step = None, None, None
+        self._at_rest = None
         self._open_parts.clear()
         self._was_made_elsewhere = self._steps_parts = False
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
@@ -886,6 +961,7 @@ class _AskInBackward(Observer):
         guard: The guard that asks.
         conclude: Gets the guard and the verdict.
         is_needed: Returns whether to ask after all.
+        looks_again: As in `Comparison.with_waiting_ranks`.
     """
 
     def __init__(
@@ -893,7 +969,10 @@ class _AskInBackward(Observer):
         guard: Guard,
         conclude: Callable[..., None],
         is_needed: Callable[[Guard], bool] = lambda _: True,
+        *,
+        looks_again: tuple[str, str] | None = None,
     ) -> None:
+        self._looks_again = looks_again
         self._guard = weakref.proxy(guard)  # a cycle would keep buckets
         self._conclude, self._is_needed = conclude, is_needed
 
@@ -901,7 +980,9 @@ class _AskInBackward(Observer):
         """Leave the observers, and ask if that is still needed."""
         self._guard.reducer.queue.observers.remove(self)
         if self._is_needed(self._guard):
-            verdict = self._guard.comparison.with_waiting_ranks()
+            verdict = self._guard.comparison.with_waiting_ranks(
+                looks_again=self._looks_again
+            )
             self._conclude(self._guard, verdict)
 
 

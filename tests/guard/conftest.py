@@ -14,12 +14,10 @@ class OtherRank:
         self.is_equal = False
         self.asked = []
 
-    def compare(
-        self, comparison, moment, tensors, *, asks=False, patience=None, part=0
-    ):
+    def compare(self, comparison, moment, tensors, *, question=None, **_others):
         self.asked.append(moment)
         # Where this rank left out a step, the other one did so, too.
-        values = {0: 1, 1: 1 if self.is_equal or asks else 2}
+        values = {0: 1, 1: 1 if self.is_equal or question else 2}
         return Verdict(values, frozenset({0, 1}))
 
 

@@ -153,3 +153,66 @@ def test_noise_of_each_rank_also_when_replicas_are_compared_late(ctx, wrap):
         nn.functional.mse_loss(ddp(x), y).backward()
         optimizer.step()
     return weights_of(module)
+
+
+def move_uphill(ddp: Any, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Move weights by this rank's own gradients, and return them as they were."""
+    kept = [param.detach().clone() for param in ddp.parameters()]
+    loss.backward()
+    with torch.no_grad():
+        for param in ddp.parameters():
+            param.add_(param.grad, alpha=0.05)
+    ddp.zero_grad()
+    return kept
+
+
+@torch.no_grad()
+def put_back(ddp: Any, kept: list[torch.Tensor]) -> None:
+    for param, value in zip(ddp.parameters(), kept, strict=True):
+        param.copy_(value)
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("who", ["each by chance", "rank 0 once, beside noise"])
+def test_some_ranks_look_for_sharpness(ctx, wrap, who):
+    """Each rank moves its weights when it likes, and puts them back before the step."""
+    module, generator = layers(), torch.Generator().manual_seed(ctx.rank)
+    ddp, optimizer = wrap(module), torch.optim.SGD(module.parameters(), lr=0.05)
+    for k, (x, y) in enumerate(batches(ctx, 8)):
+        optimizer.zero_grad()
+        kept = weights_of(module)
+        if "once" in who:
+            if (ctx.rank, k) == (0, 3):
+                put_back(ddp, move_uphill(ddp, ddp.module(x).square().mean()))
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
+        elif torch.rand((), generator=generator) < 0.5:
+            move_uphill(ddp, ddp.module(x).square().mean())
+        nn.functional.mse_loss(ddp(x), y).backward()
+        put_back(ddp, kept)
+        optimizer.step()
+    return weights_of(module)
+
+
+@as_in_torch(2)
+def test_sharpness_aware_gradients_are_added_up_over_several_backwards(ctx, wrap):
+    module = layers()
+    ddp, optimizer = wrap(module), torch.optim.SGD(module.parameters(), lr=0.05)
+    sums = [torch.zeros_like(param) for param in module.parameters()]
+    for k, (x, y) in enumerate(batches(ctx, 12)):
+        with ddp.no_sync():
+            loss = nn.functional.mse_loss(ddp(x), y)
+        kept = move_uphill(ddp, loss)
+        nn.functional.mse_loss(ddp(x), y).backward()
+        put_back(ddp, kept)
+        for param, total in zip(module.parameters(), sums, strict=True):
+            total += param.grad
+            param.grad = None
+        if k % 3 == 2:
+            for param, total in zip(module.parameters(), sums, strict=True):
+                param.grad = total.clone()
+                total.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(module)
