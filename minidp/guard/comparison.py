@@ -22,6 +22,7 @@ rank that suspects nothing does not come to it:
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -136,6 +137,7 @@ class Comparison:
         replaced: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._reducer, self._key, self._replaced = reducer, key, replaced
+        self._process = os.getpid()
         self._is_asking = False
         # The ledger's `finalized` and `steps` when the last forward began.
         self._at_forward: tuple[int, int] | None = None
@@ -146,7 +148,12 @@ class Comparison:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is another rank that could differ."""
+        """Whether there is another rank that could differ.
+
+        A forked child of a rank has inherited the wrapper, but no rank knows of it.
+        """
+        if os.getpid() != self._process:
+            return False
         ranks = self.ranks_with_inputs
         return (self._reducer.communicator.size if ranks is None else len(ranks)) > 1
 
