@@ -62,7 +62,7 @@ from .item_numbers import is_known, weighted
 from .ledger import Ledger
 from .modes import EveryParameter, mode_for
 from .observer import Observer, Observers, RecorderObserver
-from .phase import Phase
+from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Reducer
 from .sparse_bucket import empty_sparse
@@ -79,6 +79,7 @@ __all__ += [
     "Observer",
     "Observers",
     "Phase",
+    "PhaseMachine",
     "RebuildPolicy",
     "RecorderObserver",
     "Reducer",

@@ -164,7 +164,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
     if init_buffers and flags["init_sync"]:
         buffers = module.named_buffers()
         check_writable({n: b for n, b in buffers if n not in replica.ignored})
-    _warn_of_wrappers_inside(module)
+    _warn_of_wrappers_inside(replica)
     own = OwnOptions(**{f.name: getattr(given, f.name) for f in fields(OwnOptions)})
     layout = given.bucket_layout
     of_config: dict[str, Any] = {name: flags[name] for name in _FLAGS}
@@ -217,11 +217,20 @@ def _refuse_mixed_precision(value: object) -> None:
         )
 
 
-def _warn_of_wrappers_inside(module: nn.Module) -> None:
-    """Warn if a part of the module, or all of it, is a wrapper already."""
+def _warn_of_wrappers_inside(replica: ManagedParameters) -> None:
+    """Warn if a part of the module, or all of it, is a wrapper that averages the same.
+
+    A wrapper is right inside another one if each parameter is on the ignore list of one
+    of them, for example because the two average over different ranks.
+    """
     kinds = (DistributedDataParallel, nn.DataParallel)  # minidp's count as the former
+    module, ours = replica.module, {id(param) for param in replica.managed.values()}
     for name, part in module.named_modules():
-        if isinstance(part, kinds):
+        if not isinstance(part, kinds):
+            continue
+        named = part.module.named_parameters()
+        ignored = getattr(part, "parameters_to_ignore", ())
+        if any(id(p) in ours and n not in ignored for n, p in named):
             where = f"its part {name}" if name else "the module"
             warn(
                 f"{type(module).__name__} is wrapped although {where} is a wrapper "

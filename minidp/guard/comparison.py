@@ -22,6 +22,7 @@ rank that suspects nothing does not come to it:
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -144,6 +145,7 @@ class Comparison:
         replaced: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._reducer, self._key, self._replaced = reducer, key, replaced
+        self._process = os.getpid()
         # Called in a wait for other ranks: one of them has asked whether parameters are
         # equal, and wants to look again after the next step, and they differ.
         self.on_difference: Callable[[str, str], None] = lambda *_: None
@@ -158,7 +160,12 @@ class Comparison:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is another rank that could differ."""
+        """Whether there is another rank that could differ.
+
+        A forked child of a rank has inherited the wrapper, but no rank knows of it.
+        """
+        if os.getpid() != self._process:
+            return False
         ranks = self.ranks_with_inputs
         return (self._reducer.communicator.size if ranks is None else len(ranks)) > 1
 

@@ -12,6 +12,10 @@ is a mistake if the wrapper was never used in training, or if the optimizer is o
 has stepped under it; and if the process group still lives, while no other wrapper
 averages the parameter.
 
+A ``.grad`` that was an average when the wrapper died is still equal on all ranks as
+long as nobody writes to it, as in ``loss.backward(); del ddp; optimizer.step()``. Such
+steps are right, and say nothing about the gradients of later ones.
+
 The wrapper's death puts weak references into a table. Steps look at that only while it
 is not empty, and a parameter leaves it as soon as its case is clear.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,8 +33,10 @@ from torch.optim.optimizer import Optimizer
 
 from minidp.config import passing
 from minidp.console import warn
-from minidp.core import Ledger, Reducer
+from minidp.core import Ledger, Phase, PhaseMachine, Reducer
 from minidp.errors import explain, shortened
+
+from .local_acts import LocalActs
 
 if TYPE_CHECKING:
     from .optimizer_guard import Guard
@@ -53,12 +59,39 @@ class _Facts(NamedTuple):
     has_group: Callable[[], bool]  # whether the process group still exists
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]  # have stepped
     ledger: Ledger
+    phase: PhaseMachine
+    acts: LocalActs
+    # By index: each ``.grad`` that was an average when the wrapper died, and its
+    # version then.
+    averages: MutableMapping[int, tuple[weakref.ref[torch.Tensor], int]]
 
     @property
     def was_used(self) -> bool:
         """Whether a forward in training ran, be it inside no_sync() or outside."""
         ledger = self.ledger
         return bool(ledger.armed or ledger.forwards or ledger.finalized)
+
+    def note_average(self, i: int, grad: torch.Tensor | None) -> None:
+        """Note the ``.grad`` of parameter ``i`` if it is an average, at the death.
+
+        If a backward failed or is unfinished, it may not be. Inside no_sync() not every
+        local gradient is recorded.
+        """
+        acts, ledger = self.acts, self.ledger
+        is_settled = self.phase.now in (Phase.IDLE, Phase.ARMED)
+        if not ledger.finalized or not ledger.sync_enabled or not is_settled:
+            return
+        if grad is None or i in acts.unsynced or i in (acts.bypassed or ()):
+            return
+        if not grad.is_inference():  # these have no version
+            self.averages[i] = weakref.ref(grad), grad._version
+
+    def is_average(self, i: int, grad: torch.Tensor) -> bool:
+        """Return whether this is the average of then, and nobody has written to it."""
+        if i not in self.averages:
+            return False
+        reference, version = self.averages[i]
+        return reference() is grad and grad._version == version
 
 
 # By id of a parameter: the dead wrapper's facts, and the parameter's index there.
@@ -98,6 +131,9 @@ def expect_death(
         has_group,
         optimizers,
         reducer.ledger,
+        reducer.phase,
+        guard.acts,
+        {},
     )
     final = weakref.finalize(guard, _leave_behind, facts)
     final.atexit = False
@@ -112,6 +148,7 @@ def _leave_behind(facts: _Facts) -> None:
         other, k = orphans.get(id(param), (facts, i))
         if facts.was_used or not other.was_used or other.params[k]() is not param:
             orphans[id(param)] = facts, i
+            facts.note_average(i, param.grad)
 
 
 def warn_of_orphans(
@@ -120,7 +157,7 @@ def warn_of_orphans(
     """Warn if ``optimizer`` is about to step on parameters that a wrapper left behind.
 
     The parameters that this looks at are no orphans afterwards, so each is warned of
-    once.
+    once. Those whose gradients are still averages stay orphans, for the next step.
 
     Args:
         optimizer: The optimizer.
@@ -134,7 +171,10 @@ def warn_of_orphans(
         for param in params:
             if param.grad is None or id(param) not in orphans:
                 continue
-            facts, i = orphans.pop(id(param))
+            facts, i = orphans[id(param)]
+            if facts.is_average(i, param.grad):
+                continue
+            del orphans[id(param)]
             if facts.params[i]() is not param or param.shape != facts.shapes[i]:
                 continue  # another tensor at this address; or it is sharded by now
             if not facts.has_group() or is_averaged(param):

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1074,9 +1075,26 @@ _lock = threading.Lock()  # of `_install_hooks`: two threads may wrap at once
 
 @functools.cache
 def _install_hooks() -> None:
-    """Register hooks before and after every ``Optimizer.step``, once per process."""
+    """Register hooks before and after every ``Optimizer.step``, once per process.
+
+    Children that the process forks inherit them, and need not come here again.
+    """
     register_optimizer_step_pre_hook(_before_any_step)
     register_optimizer_step_post_hook(_after_any_step)
+    if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+        os.register_at_fork(after_in_child=_guard_nothing_inherited)
+
+
+def _guard_nothing_inherited() -> None:
+    """Retire the guards of the parent's wrappers in a process that was just forked.
+
+    Such a child is no rank. It may train the module by itself, to probe it or to tune
+    it for a test, and no rank would ever answer what a guard asks here. A wrapper that
+    the child makes, on a process group of its own, has a guard as usual.
+    """
+    for guard in _live_guards():
+        guard.retire()
+    dropped.orphans.clear()
 
 
 @untraced

@@ -220,6 +220,31 @@ def test_a_wrapped_wrapper_is_warned_of(lone_group):
             DataParallel(nn.Sequential(Scale(), inner(Scale())))
 
 
+def test_wrappers_that_share_no_parameter_may_be_nested(lone_group):
+    """Each parameter is on the ignore list of one of them, or of both."""
+    ignore = DataParallel._set_params_and_buffers_to_ignore_for_model
+    for kind in (DataParallel, DistributedDataParallel):
+        inner = kind(Scale())
+        outer = nn.Sequential(Scale(), inner)
+        ignore(outer, ["1.module.w"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ddp = DataParallel(outer)
+        ddp(ONE).sum().backward()
+        assert [p.grad is not None for p in ddp.parameters()] == [True, True]
+        part = nn.Sequential(Scale(), Scale())
+        ignore(part, ["0.w"])
+        inner = kind(part)
+        outer = nn.Sequential(Scale(), inner)
+        ignore(outer, ["1.module.1.w"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DataParallel(outer)
+        ignore(outer, ["1.module.0.w"])
+        with pytest.warns(UserWarning, match=r"although its part 1 is a wrapper"):
+            DataParallel(outer)
+
+
 LOW = _MixedPrecision(*[torch.bfloat16] * 3)
 # Torch's makes a CUDA stream, which a torch with CUDA cannot without a driver.
 HAS_STREAMS = not torch.version.cuda or torch.cuda.is_available()

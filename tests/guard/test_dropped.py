@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import minidp
 from minidp.guard import dropped
 from minidp.hang.rank_status import Channel
-from tests.support.both import all_die, wrapped
+from tests.support.both import Two, all_die, wrapped
 from tests.support.ranks import on_ranks
 
 KEPT: list[Any] = []  # alive to the end of a test
@@ -31,6 +31,11 @@ def step(net: Any, optimizer: Any) -> list[str]:
     """Make a step; return the warnings that it gives."""
     optimizer.zero_grad()
     net(torch.ones(2, 3)).sum().backward()
+    return told(optimizer)
+
+
+def told(optimizer: Any) -> list[str]:
+    """Step with the gradients that are there; return the warnings that it gives."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
@@ -65,6 +70,118 @@ def test_training_without_the_wrapper_is_named_once(ctx, when):
     assert "Parameters: weight, bias. What to do: keep what DataParallel(net)" in text
     assert not step(net, optimizer)
     assert not dropped.orphans
+
+
+def add_a_local_gradient(net):
+    net(torch.ones(2, 3)).sum().backward()
+
+
+def write_to_the_averages(net):
+    for param in net.parameters():
+        param.grad.mul_(2)
+
+
+def put_others_in_their_place(net):
+    for param in net.parameters():
+        other = torch.ones_like(param)
+        while other._version < param.grad._version:
+            other.mul_(2)
+        param.grad = other
+
+
+WRITES = [add_a_local_gradient, write_to_the_averages, put_others_in_their_place]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("number", range(len(WRITES)), ids=[f.__name__ for f in WRITES])
+def test_averages_outlive_the_wrapper_until_somebody_writes(ctx, number, view):
+    dropped.orphans.clear()  # what other tests have left
+    net = nn.Linear(3, 1)
+    optimizer = sgd(net)
+    ddp = wrapped(ctx, net, gradient_as_bucket_view=view)
+    assert not step(ddp, optimizer)
+    optimizer.zero_grad()
+    ddp(torch.ones(2, 3)).sum().backward()
+    references = [weakref.ref(param.grad) for param in net.parameters()]
+    del ddp
+    gc.collect()
+    assert [told(optimizer), told(optimizer)] == [[], []]
+    assert len(dropped.orphans) == 2
+    WRITES[number](net)
+    (text,) = told(optimizer)
+    assert "Parameters: weight, bias." in text
+    assert not dropped.orphans
+    optimizer.zero_grad()
+    assert all_die(*references)
+
+
+def add_before(ctx, ddp):
+    """Through the module: local gradients that nobody has announced."""
+    ddp.module(torch.ones(2, 3)).sum().backward()
+
+
+def add_inside_no_sync(ctx, ddp):
+    with ddp.no_sync():
+        ddp(torch.ones(2, 3)).sum().backward()
+
+
+def put_what_autograd_returns(ctx, ddp):
+    params = [*ddp.parameters()]
+    grads = torch.autograd.grad(ddp(torch.ones(2, 3)).sum(), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def switch_off(ctx, ddp):
+    """Not every local gradient is known then."""
+    ddp.require_backward_grad_sync = False
+
+
+LOCAL = [add_before, add_inside_no_sync, put_what_autograd_returns, switch_off]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", range(len(LOCAL)), ids=[f.__name__ for f in LOCAL])
+def test_what_was_no_average_at_the_death_is_named(ctx, number):
+    net = nn.Linear(3, 1)
+    optimizer = sgd(net)
+    ddp = wrapped(ctx, net)
+    assert not step(ddp, optimizer)
+    optimizer.zero_grad()
+    ddp(torch.ones(2, 3)).sum().backward()
+    LOCAL[number](ctx, ddp)
+    del ddp
+    gc.collect()
+    (text,) = told(optimizer)
+    assert "Parameters: weight, bias." in text
+
+
+@on_ranks(2)
+def test_gradients_put_in_before_any_backward_are_no_averages(ctx):
+    net = nn.Linear(3, 1)
+    ddp = wrapped(ctx, net)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    del ddp
+    gc.collect()
+    (text,) = told(sgd(net))
+    assert "Parameters: weight, bias." in text
+
+
+@on_ranks(2)
+def test_gradients_of_an_unfinished_backward_are_no_averages(ctx):
+    net, x = Two(), torch.ones(1)
+    optimizer = sgd(net)
+    ddp = wrapped(ctx, net)
+    ddp(x, "ab").backward()
+    assert not told(optimizer)
+    optimizer.zero_grad()
+    ddp(x, "a").backward()
+    del ddp
+    gc.collect()
+    (text,) = told(optimizer)
+    assert "Parameters: a. " in text
 
 
 def fine_tune(ctx, held, net):
