@@ -450,8 +450,9 @@ class ReplicaCheck(Observer):
         """
         found = self._find_differences(snapshot)
         tensors = {name: snapshot.tensors[name] for name in found}
-        lasts = self._deviation.has_lasted(tensors, self._queue.communicator)
-        if is_late and (lasts or not found):
+        communicator = self._queue.communicator
+        lasts = not found or self._deviation.has_lasted(tensors, communicator)
+        if is_late and lasts:
             self._confirm(snapshot)
         elif self._waited > PATIENCE:
             self._clear()
