@@ -210,6 +210,8 @@ class ReplicaCheck(Observer):
         self.meets_at = ""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         self._steps_are_alike = True  # whether optimizers hold the same on all ranks
+        # Whether each rank moved its parameters by itself when they were compared last.
+        self._are_moved = False
         self._clear()
 
     def _clear(self) -> None:
@@ -243,11 +245,16 @@ class ReplicaCheck(Observer):
                 for rounding.
         """
         self._base, self._is_shared = self._ledger.finalized, True
+        self._are_moved = False
         self.missed_steps = missed_steps
 
     def compare_soon(self) -> None:
-        """Compare in this step or the next one. All ranks must call it together."""
-        if self._under_way is None:
+        """Compare in this step or the next one. All ranks must call it together.
+
+        While each rank moves its parameters by itself, this would prove nothing, and
+        could be wanted in every step. Then only the schedule compares.
+        """
+        if self._under_way is None and not self._are_moved:
             self.restart(missed_steps=self.missed_steps)
 
     def meet(self, place: str, *, is_first: bool = False) -> None:
@@ -456,6 +463,7 @@ class ReplicaCheck(Observer):
             self._confirm(snapshot)
         elif self._waited > PATIENCE:
             self._clear()
+            self._are_moved = True
             self._warn(snapshot.step, found, _MOVED)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
@@ -489,7 +497,7 @@ class ReplicaCheck(Observer):
 
     def _agree(self, step: int) -> None:
         self._agreed, self._has_agreed, self.missed_steps = step, True, ""
-        self._has_met_excuse = False
+        self._has_met_excuse = self._are_moved = False
         self._clear()
 
     # -- after a step ------------------------------------------------------------------

@@ -9,6 +9,7 @@ drawn anew, so that nothing of the earlier difference is left.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,8 @@ class Deviation:
             return False
         change = sum(float((now - then).square().sum()) for now, then in known)
         size = sum(float(now.square().sum()) for now, _ in known)
-        changes, sizes = _gather(change, size, communicator, heads)
+        rows = _gather(change, size, communicator, heads)
+        changes, sizes = zip(*rows, strict=True)
         return sum(changes) <= MOST_CHANGE**2 * sum(sizes)
 
 
@@ -90,12 +92,13 @@ def _gather(
     size: float,
     communicator: Communicator,
     like: Mapping[str, torch.Tensor],
-) -> tuple[list[float], list[float]]:
-    """Return both numbers of all ranks. They travel as the bits of integers."""
-    bits = torch.tensor([change, size], dtype=torch.float64).view(torch.int64)
+) -> list[tuple[float, float]]:
+    """Return both numbers of each rank. They travel as the bits of integers."""
+    bits: tuple[int, ...] = struct.unpack("2q", struct.pack("2d", change, size))
     device = next(iter(like.values())).device
     group = communicator.group
     with communicator.blocking(_DOING):
-        rows = gather_integers(bits.tolist(), group, exchange_device(group, device))
-    changes, sizes = torch.tensor(rows).view(torch.float64).T.tolist()
-    return changes, sizes
+        rows = gather_integers(bits, group, exchange_device(group, device))
+    pairs: list[tuple[float, float]]
+    pairs = [struct.unpack("2d", struct.pack("2q", *row)) for row in rows]
+    return pairs

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from minidp import ReplicaMismatchError
+from minidp.replica.digest import digest_of
 from minidp.replica.lasting import Deviation
 from tests.support.both import wrapped
 from tests.support.ranks import on_ranks
@@ -127,6 +128,28 @@ def test_noise_that_is_taken_off_is_said_once(ctx):
         "parameters by itself"
     )
     assert "nothing, if weights are moved for a forward and put back" in text
+
+
+@on_ranks(2)
+def test_noise_is_not_compared_in_every_step(ctx):
+    """Although a step of the optimizer seems to be left out in each of them."""
+    ddp = wrapped(ctx, nn.Linear(4, 3), hang_timeout=20.0)
+    params, generator = [*ddp.parameters()], torch.Generator().manual_seed(ctx.rank)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with mock.patch("minidp.replica.drift.digest_of", wraps=digest_of) as compared:
+        for k in range(50):
+            optimizer.zero_grad()
+            kept = [param.detach().clone() for param in params]
+            with torch.no_grad():
+                if k >= 3:
+                    noise(params, generator)
+            ddp(torch.ones(3, 4)).sum().backward()
+            with torch.no_grad():
+                for param, before in zip(params, kept, strict=True):
+                    param.copy_(before)
+            if k < 3:
+                optimizer.step()
+    assert 10 < compared.call_count < 20
 
 
 @on_ranks(2)
