@@ -75,11 +75,11 @@ class Deviation:
         ]
         if not known:
             return False
-        change = sum(float((now - then).square().sum()) for now, then in known)
-        size = sum(float(now.square().sum()) for now, _ in known)
-        rows = _gather(change, size, communicator, heads)
-        changes, sizes = zip(*rows, strict=True)
-        return sum(changes) <= MOST_CHANGE**2 * sum(sizes)
+        own_change = sum(float((now - then).square().sum()) for now, then in known)
+        own_size = sum(float(now.square().sum()) for now, _ in known)
+        rows = _gather(own_change, own_size, communicator, heads)
+        change, size = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        return change <= MOST_CHANGE**2 * size
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
