@@ -18,7 +18,7 @@ import torch
 from minidp.comm import exchange_device, gather_integers
 
 from .digest import as_plain
-from .rounding import are_alike_on_all_ranks, copy_of_rank_0
+from .rounding import are_alike_on_all_ranks, copies_of_rank_0
 
 if TYPE_CHECKING:
     from minidp.comm import Communicator
@@ -37,10 +37,6 @@ class Deviation:
 
     def __init__(self) -> None:
         self._last: dict[str, torch.Tensor] = {}
-
-    def forget(self) -> None:
-        """Drop what is kept, so that the next look is the first one."""
-        self._last = {}
 
     def has_lasted(
         self, tensors: Mapping[str, torch.Tensor], communicator: Communicator
@@ -62,11 +58,11 @@ class Deviation:
             left -= len(head)
             if len(head):
                 heads[name] = head
-        self.forget()
+        self._last = {}
         if not are_alike_on_all_ranks([*heads.values()], communicator):
             return True
-        for name, head in heads.items():
-            root = copy_of_rank_0(head, communicator)
+        roots = copies_of_rank_0([*heads.values()], communicator)
+        for (name, head), root in zip(heads.items(), roots, strict=True):
             self._last[name] = _numbers(head) - _numbers(root)
         known = [
             (now, last[name])

@@ -45,7 +45,7 @@ def are_close_on_all_ranks(
     are_close, left = True, MOST_BYTES
     for tensor in tensors:
         if tensor is not None and left > 0:
-            root = copy_of_rank_0(tensor, communicator)
+            (root,) = copies_of_rank_0([tensor], communicator)
             are_close &= _is_close(tensor.detach(), root, limit, num_eps)
             left -= tensor.nbytes
     return all(near for (near,) in _gather(are_close, communicator, tensors))
@@ -67,12 +67,14 @@ def are_alike_on_all_ranks(
     return len(kinds) == 1 and is_plain
 
 
-def copy_of_rank_0(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
-    """Return rank 0's values of a dense tensor, which is alike on all ranks."""
-    root = tensor.detach().clone()
+def copies_of_rank_0(
+    tensors: Sequence[torch.Tensor], communicator: Communicator
+) -> list[torch.Tensor]:
+    """Return rank 0's values of dense tensors, which are alike on all ranks."""
+    roots = [tensor.detach().clone() for tensor in tensors]
     with communicator.blocking(_DOING):
-        broadcast_coalesced([root], communicator.group)
-    return root
+        broadcast_coalesced(roots, communicator.group)
+    return roots
 
 
 def _gather(
