@@ -5,7 +5,7 @@ part. `verify` checks that all ranks wrap the same module, and copies rank 0's v
 all. `drift` compares the replicas every so many steps. `standing`, `optimizers`,
 `schedulers` and `scalers` compare them, and copy what is not equal, on the ways back to
 training after an error; `objects` finds what belongs to an optimizer. `digest` has the
-checksums, `rounding` the differences that are only rounding.
+checksums, `rounding` the differences that are only rounding, `lasting` those that stay.
 """
 
 from . import optimizers, parameters, scalers, standing, verify

@@ -28,7 +28,7 @@ def digest_of(
     sums = []
     for tensor in tensors:
         if tensor.nbytes < SMALL_BYTES:
-            flat = _plain(tensor)
+            flat = as_plain(tensor)
             flat = _normal(flat) if of_values else flat
             small.setdefault(tensor.device, []).append(flat.view(torch.uint8))
         else:
@@ -54,7 +54,7 @@ def sum_of_bits(tensor: torch.Tensor, *, of_values: bool = False) -> torch.Tenso
         tensor: The tensor.
         of_values: Whether zeros of both signs count as equal, and all NaNs.
     """
-    flat = _plain(tensor)
+    flat = as_plain(tensor)
     size = flat.element_size()
     if flat.storage_offset() * size % _WORD:  # a part of another tensor, on this rank
         flat = flat.clone()
@@ -112,7 +112,7 @@ def _normal(values: torch.Tensor) -> torch.Tensor:
     return values.masked_fill_(values.isnan(), float("nan"))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values as a 1-D, contiguous tensor, a view where possible.
 
     The order does not depend on the strides. Complex values become pairs of reals.

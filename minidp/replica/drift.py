@@ -11,7 +11,10 @@ compare a checksum of their parameters now and then::
 
 The second look is for training loops that move the weights on purpose, with local
 gradients or with random numbers of each rank, and move them back before the step or
-inside it. Each optimizer answers for the parameters that it holds.
+inside it. Each optimizer answers for the parameters that it holds. Where no step comes,
+the ends of the next backwards have to do. There such weights are still moved, so with
+"auto" a difference is refused only if it lasts from one backward to the next
+(`lasting`).
 
 With ``check_replicas_every="auto"`` a difference is accepted if there is a reason for
 it: updates inside no_sync(), a comm hook of the user, or ``unsynced`` other than
@@ -55,6 +58,7 @@ from minidp.core import BucketQueue, Observer
 from minidp.errors import ReplicaMismatchError, explain, shortened
 
 from .digest import digest_of, sum_of_bits
+from .lasting import Deviation
 from .rounding import are_close_on_all_ranks
 
 if TYPE_CHECKING:
@@ -67,8 +71,8 @@ if TYPE_CHECKING:
 # loaded; a comparison costs about as much as a step of a tiny model.
 AUTO_STEPS = frozenset({0, 1, 100})
 AUTO_EVERY = 1000
-# In how many steps the replicas may differ before the error, if no optimizer steps that
-# could make them equal again.
+# In how many steps the replicas may differ before the second look, if no optimizer
+# steps that could make them equal again.
 PATIENCE = 10
 CONFIRM_SECONDS = 10.0  # how long a rank waits for the others to step, too
 POLL_SECONDS = 0.005
@@ -125,6 +129,13 @@ _EXCUSED = _Cause(
     "fix what that warning named, then load the last checkpoint on all ranks. If the "
     "replicas are meant to differ, pass unsynced='ignore'. This is reported once",
 )
+_MOVED = _Cause(
+    " Each rank moves its parameters by itself, to other values in each step, so it is "
+    "not known whether the replicas would differ without that.",
+    "nothing, if weights are moved for a forward and put back before the update, as "
+    "noise of each rank is; else find what changes parameters on some ranks only. "
+    "check_replicas_every=100 makes any difference an error. This is reported once",
+)
 # The checksums of all ranks, for each tensor that differs, by its name.
 _Differences = Mapping[str, Sequence[int]]
 
@@ -176,7 +187,7 @@ class ReplicaCheck(Observer):
         self._queue: BucketQueue = weakref.proxy(queue)  # a cycle would keep buckets
         self._every, self._is_auto = every, every == AUTO
         self._ledger, self._doubts = ledger, doubts
-        self._has_warned = False
+        self._warned: set[_Cause] = set()
         self._has_agreed = False  # whether replicas were ever equal in a comparison
         self._hook_agrees = False  # whether they were, after averages of the comm hook
         # Whether replicas were equal in a forward, not only after their optimizers had
@@ -198,10 +209,17 @@ class ReplicaCheck(Observer):
         self.postpone()
         self.meets_at = ""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
+        self._steps_are_alike = True  # whether optimizers hold the same on all ranks
+        # Whether each rank moved its parameters by itself when they were compared last.
+        self._are_moved = False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the difference that was seen last."""
         # What differed, as long as nobody has stepped since.
         self.suspect: _Snapshot | None = None
-        self._steps_are_alike = True  # whether optimizers hold the same on all ranks
         self._waited = 0  # for how many steps no optimizer has stepped since
+        self._deviation = Deviation()  # and by how much the replicas differed then
 
     @property
     def is_due(self) -> bool:
@@ -227,11 +245,16 @@ class ReplicaCheck(Observer):
                 for rounding.
         """
         self._base, self._is_shared = self._ledger.finalized, True
+        self._are_moved = False
         self.missed_steps = missed_steps
 
     def compare_soon(self) -> None:
-        """Compare in this step or the next one. All ranks must call it together."""
-        if self._under_way is None:
+        """Compare in this step or the next one. All ranks must call it together.
+
+        While each rank moves its parameters by itself, this would prove nothing, and
+        could be wanted in every step. Then only the schedule compares.
+        """
+        if self._under_way is None and not self._are_moved:
             self.restart(missed_steps=self.missed_steps)
 
     def meet(self, place: str, *, is_first: bool = False) -> None:
@@ -366,7 +389,7 @@ class ReplicaCheck(Observer):
         can be hoped from such a step: module buffers differ, optimizers step inside
         backwards, or no optimizer has stepped for 10 steps (for 1 step without "auto",
         if some rank has no optimizer, or if the ranks' optimizers hold different
-        parameters).
+        parameters). In the last case "auto" asks for a proof that the difference lasts.
 
         Raises:
             ReplicaMismatchError: The ranks are at different steps, or the second look
@@ -401,11 +424,12 @@ class ReplicaCheck(Observer):
             self._hook_agrees |= snapshot.was_hooked
             doubts.was_local = doubts.was_excused = False
         elif self._is_auto and any(all_reasons):
-            self.suspect = None
+            self._clear()
             # Local updates may be meant (local SGD), or a step in the wrong block.
-            if not any(r & ON_PURPOSE for r in all_reasons) and not self._has_warned:
-                was_warned = any(reasons & WARNED for reasons in all_reasons)
-                cause = _EXCUSED if was_warned else _LOCAL
+            was_warned = any(reasons & WARNED for reasons in all_reasons)
+            cause = _EXCUSED if was_warned else _LOCAL
+            is_known = any(r & ON_PURPOSE for r in all_reasons) or cause in self._warned
+            if not is_known:
                 self._warn(snapshot.step, self._find_differences(snapshot), cause)
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
@@ -413,9 +437,34 @@ class ReplicaCheck(Observer):
             # What follows is a collective, so this decision must be the same on all
             # ranks. It is made of what all ranks have exchanged.
             limit = PATIENCE if self._is_auto and all(have_optimizers) else 1
-            is_late = self._waited > limit or not self.awaits_step
-            if is_late or self._have_buffers_drifted(snapshot):
+            is_late = self._waited > limit
+            needs_proof = self._is_auto and not self.missed_steps
+            must_be_equal = not self.awaits_step or (is_late and not needs_proof)
+            if must_be_equal or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)
+            elif self._is_auto:
+                self._refuse_if_it_lasts(snapshot, is_late=is_late)
+
+    def _refuse_if_it_lasts(self, snapshot: _Snapshot, *, is_late: bool) -> None:
+        """Look at a difference again if it ``is_late``, and else prepare for that.
+
+        All ranks must call this, at the end of each backward that finds a difference.
+        If after 10 of them it is not proved that the difference lasts, the ranks warn,
+        and compare no more until the schedule wants it.
+
+        Raises:
+            ReplicaMismatchError: The replicas differ, as in the backward before.
+        """
+        found = self._find_differences(snapshot)
+        tensors = {name: snapshot.tensors[name] for name in found}
+        communicator = self._queue.communicator
+        lasts = not found or self._deviation.has_lasted(tensors, communicator)
+        if is_late and lasts:
+            self._confirm(snapshot)
+        elif self._waited > PATIENCE:
+            self._clear()
+            self._are_moved = True
+            self._warn(snapshot.step, found, _MOVED)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
         """Return what the ranks exchange, as integers.
@@ -448,8 +497,8 @@ class ReplicaCheck(Observer):
 
     def _agree(self, step: int) -> None:
         self._agreed, self._has_agreed, self.missed_steps = step, True, ""
-        self._has_met_excuse = False
-        self.suspect, self._waited = None, 0
+        self._has_met_excuse = self._are_moved = False
+        self._clear()
 
     # -- after a step ------------------------------------------------------------------
 
@@ -484,7 +533,7 @@ class ReplicaCheck(Observer):
         rest = {n: t for n, t in tensors.items() if n not in stepped}
         left = self.suspect._replace(tensors=rest, buffer_sums={}) if rest else None
         self._confirm(self.suspect._replace(tensors=stepped, buffer_sums={}))
-        self.suspect, self._waited = left, 0
+        self.suspect = left
 
     def _have_buffers_drifted(self, snapshot: _Snapshot) -> bool:
         # No optimizer step makes module buffers equal again.
@@ -503,7 +552,8 @@ class ReplicaCheck(Observer):
             ReplicaMismatchError: The replicas still differ.
         """
         # A checksum under way may be of a forward that not all ranks have run.
-        self.suspect, self._steps_are_alike = None, True
+        self._steps_are_alike = True
+        self._clear()
         self.postpone()
         found = self._find_differences(snapshot)
         if not found:
@@ -519,8 +569,8 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(self._explain(snapshot.step, found, _UNKNOWN))
 
     def _warn(self, step: int, found: _Differences, cause: _Cause) -> None:
-        if found and not self._has_warned:
-            self._has_warned = True
+        if found and cause not in self._warned:
+            self._warned.add(cause)
             warn(self._explain(step, found, cause))
 
     def _explain(self, step: int, found: _Differences, cause: _Cause) -> str:
@@ -566,7 +616,7 @@ class ReplicaCheck(Observer):
         That is rounding of which this object has warned before. All ranks must call
         this together: it may be a collective.
         """
-        return self._is_auto and self._has_warned and self._are_close(tensors)
+        return _ROUNDING in self._warned and self._are_close(tensors)
 
     def _are_close(self, tensors: Sequence[torch.Tensor]) -> bool:
         communicator = self._queue.communicator

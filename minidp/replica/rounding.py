@@ -40,24 +40,41 @@ def are_close_on_all_ranks(
         num_eps: The same in units of the precision of the dtype. The larger of the two
             counts.
     """
-    shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
-    dense = [tensor.detach() for tensor in tensors if tensor is not None]
-    is_plain = bool(dense) and all(t.layout is torch.strided for t in dense)
-    # Gloo ends a process that receives a broadcast of another size than it expects. So
-    # the ranks compare shapes and dtypes before they broadcast anything.
-    kind = 1 + zlib.crc32(repr(shapes).encode()) if is_plain else 0
-    kinds = {value for (value,) in _gather(kind, communicator, tensors)}
-    if len(kinds) > 1 or not is_plain:
+    if not are_alike_on_all_ranks(tensors, communicator):
         return False
     are_close, left = True, MOST_BYTES
-    for tensor in dense:
-        if left > 0:
-            root = tensor.clone()
-            with communicator.blocking(_DOING):
-                broadcast_coalesced([root], communicator.group)
-            are_close &= _is_close(tensor, root, limit, num_eps)
+    for tensor in tensors:
+        if tensor is not None and left > 0:
+            (root,) = copies_of_rank_0([tensor], communicator)
+            are_close &= _is_close(tensor.detach(), root, limit, num_eps)
             left -= tensor.nbytes
     return all(near for (near,) in _gather(are_close, communicator, tensors))
+
+
+def are_alike_on_all_ranks(
+    tensors: Sequence[torch.Tensor | None], communicator: Communicator
+) -> bool:
+    """Return whether all ranks have dense tensors of equal shapes and dtypes.
+
+    All ranks must call this together, and all get the same answer. It comes before a
+    broadcast: Gloo ends a process that receives one of another size than it expects.
+    """
+    shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+    dense = [tensor for tensor in tensors if tensor is not None]
+    is_plain = bool(dense) and all(t.layout is torch.strided for t in dense)
+    kind = 1 + zlib.crc32(repr(shapes).encode()) if is_plain else 0
+    kinds = {value for (value,) in _gather(kind, communicator, tensors)}
+    return len(kinds) == 1 and is_plain
+
+
+def copies_of_rank_0(
+    tensors: Sequence[torch.Tensor], communicator: Communicator
+) -> list[torch.Tensor]:
+    """Return rank 0's values of dense tensors, which are alike on all ranks."""
+    roots = [tensor.detach().clone() for tensor in tensors]
+    with communicator.blocking(_DOING):
+        broadcast_coalesced(roots, communicator.group)
+    return roots
 
 
 def _gather(

@@ -5,6 +5,7 @@ Short ones are rows of the matrix of uses (`tests/wrong_uses`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -215,4 +216,98 @@ def test_sharpness_aware_gradients_are_added_up_over_several_backwards(ctx, wrap
                 total.zero_()
             optimizer.step()
             optimizer.zero_grad()
+    return weights_of(module)
+
+
+class Moved:
+    """Moves weights by noise of this rank for a forward and backward, and back."""
+
+    def __init__(self, ctx: Any, module: nn.Module) -> None:
+        self.params = [*module.parameters()]
+        self.generator = torch.Generator().manual_seed(ctx.rank)
+
+    def __enter__(self) -> None:
+        self.kept = [param.detach().clone() for param in self.params]
+        with torch.no_grad():
+            for param in self.params:
+                noise = torch.randn(param.shape, generator=self.generator)
+                param.add_(noise, alpha=0.05)
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for param, kept in zip(self.params, self.kept, strict=True):
+                param.copy_(kept)
+
+
+def step_by_hand(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param -= 0.05 * param.grad
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("every", [2, 14])
+def test_noise_of_each_rank_while_gradients_are_accumulated(ctx, wrap, every):
+    """Without no_sync(), so that several averaged backwards come before a step."""
+    module = layers()
+    ddp, moved = wrap(module), Moved(ctx, module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for k, (x, y) in enumerate(batches(ctx, 28)):
+        with moved:
+            nn.functional.mse_loss(ddp(x), y).backward()
+        if k % every == every - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(module)
+
+
+@as_in_torch(2)
+def test_noise_of_each_rank_while_a_scaler_skips_steps(ctx, wrap):
+    """It skips the first two on all ranks, because their losses are infinite."""
+    module = layers()
+    ddp, moved = wrap(module), Moved(ctx, module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for k, (x, y) in enumerate(batches(ctx, 6)):
+        optimizer.zero_grad()
+        with moved:
+            loss = nn.functional.mse_loss(ddp(x), y) * (torch.inf if k < 2 else 1)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weights_of(module)
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("usual", [0, 3])
+def test_noise_of_each_rank_and_updates_by_hand(ctx, wrap, usual):
+    """After some ``usual`` steps without noise, or from the beginning."""
+    module = layers()
+    ddp, moved = wrap(module), Moved(ctx, module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for k, (x, y) in enumerate(batches(ctx, 20)):
+        module.zero_grad()
+        with moved if k >= usual else contextlib.nullcontext():
+            nn.functional.mse_loss(ddp(x), y).backward()
+        if k >= usual:
+            step_by_hand(module)
+        else:
+            optimizer.step()
+    return weights_of(module)
+
+
+@as_in_torch(2)
+def test_noise_of_each_rank_and_an_optimizer_of_master_weights(ctx, wrap):
+    module = layers()
+    ddp, moved = wrap(module), Moved(ctx, module)
+    masters = [param.detach().clone() for param in module.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    for x, y in batches(ctx, 14):
+        module.zero_grad()
+        with moved:
+            nn.functional.mse_loss(ddp(x), y).backward()
+        for master, param in zip(masters, module.parameters(), strict=True):
+            master.grad = param.grad
+        optimizer.step()
+        module.load_state_dict(dict(zip(module.state_dict(), masters, strict=True)))
     return weights_of(module)
