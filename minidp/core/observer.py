@@ -41,8 +41,8 @@ StepInBackward          data_parallel     reduced, finished
 AutotunePolicy          autotune          finished: counts backwards between trials
 LocalActs               guard             added_locally, ended_without_gradients,
                                           finished, abandon
-_AskInBackward          guard             begins, once: asks other ranks, by the store
-_LookAgain              guard             finished, once: for parameters that joined
+AskInBackward           guard             begins, once: asks other ranks, by the store
+LookAgain               guard             finished, once: for parameters that joined
 ReplicaCheck            replica           begins: posts by the store that this rank has
                                           come; finished, where a comparison is due
 _PlantedOptimizers      torch_compat      reduced, finished

@@ -1,14 +1,16 @@
 """Stop optimizer steps that would make replicas differ.
 
-Read `optimizer_guard` (called around every optimizer step and before every forward),
-`local_acts` (what this rank has done by itself since the last averages), `mistakes`
-(what is looked for, and the messages; parameters that joined the module after
-wrapping), `local_updates` (by hand, or inside no_sync()), `comparison` (a suspicion
-becomes an error only if the ranks differ), `dropped` (training goes on, but the wrapper
-is gone).
+Read `step_hooks` (called around every optimizer step), `optimizer_guard` (which they
+call, and every forward), `local_acts` (what this rank has done by itself since the last
+averages), `mistakes` (what is looked for, and the messages; parameters that joined the
+module after wrapping), `local_updates` (by hand, or inside no_sync()), `comparison` (a
+suspicion becomes an error only if the ranks differ), `asking` (in the next backward, if
+they have not come before), `trust` (how often they compare), `dropped` (training goes
+on, but the wrapper is gone).
 """
 
 from .mistakes import refuse_forward
-from .optimizer_guard import Guard, is_averaged
+from .optimizer_guard import Guard
+from .step_hooks import is_averaged
 
 __all__ = ["Guard", "is_averaged", "refuse_forward"]

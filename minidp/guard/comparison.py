@@ -410,14 +410,13 @@ class Comparison:
             asked = read_json(store, "ask", [step]).get(step, nothing)
             topic, after, looks_again = asked
             can_answer = reduces if after is None else after == steps
-            if can_answer and topic and topic not in (self._answered, self._asked):
-                self._answered = topic
-                digest = _digest(reducer.params)
-                post_json(store, topic, reducer.communicator.rank, [digest, False, 0])
-                if looks_again:
-                    posts = read_json(store, topic, self._ranks())
-                    if any(value != digest for value, *_ in posts.values()):
-                        self.on_difference(*looks_again)
+            if not can_answer or not topic or topic in (self._answered, self._asked):
+                return
+            self._answered, digest = topic, _digest(reducer.params)
+            post_json(store, topic, reducer.communicator.rank, [digest, False, 0])
+            posts = read_json(store, topic, self._ranks()) if looks_again else {}
+            if any(value != digest for value, *_ in posts.values()):
+                self.on_difference(*looks_again)
 
     def _next_topic(self, moment: str) -> str:
         """Return a new name for this comparison, which is equal on all ranks.

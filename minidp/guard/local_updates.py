@@ -1,19 +1,31 @@
-"""Detect updates with local gradients that the check of optimizer steps cannot see.
+"""Find updates with local gradients that the check of optimizer steps cannot see.
 
 No optimizer made such an update. A parameter's ``_version`` (it counts changes in
 place, but not those of ``param.data``) is stored when its gradient becomes local, or
 goes to the caller of `torch.autograd.grad`. If it changes afterwards, and not in an
 optimizer step, this may be an update with a gradient that is not averaged.
+`find_change` sees that, and `Changes` decides, by comparisons of the ranks, whether it
+is a mistake.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from minidp.core import Reducer
 
+from .asking import AskInBackward, add_once
+from .comparison import Verdict
 from .local_acts import LocalActs
 from .mistakes import Suspicion, explain_origins
+from .trust import Trust
+
+if TYPE_CHECKING:
+    from .optimizer_guard import Guard
 
 _TO_GO_ON = (
     "to go on, load the same parameters on all ranks, then call reset() and zero_grad()"
@@ -73,3 +85,168 @@ def find_change(reducer: Reducer, acts: LocalActs) -> Change | None:
     )
     found = frozenset(changed | bypassed)
     return Change(found, ledger.finalized, is_for_good, suspicion)
+
+
+class Changes:
+    """Judge changes of parameters after local gradients, one at a time, for a guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._reference = weakref.ref(guard)  # a cycle would keep buckets
+        self._reducer, self._acts = guard.reducer, guard.acts
+        self._comparison = guard.comparison
+        self._open: Change | None = None  # seen, and not judged yet
+        # The parameters' checksum before a further local backward, if a change was open
+        # then: weights that were moved for a while are back there.
+        self._at_rest: int | None = None
+        self.trust = Trust()
+        mine = weakref.proxy(self)
+        self._acts.at_first = lambda: mine.note_rest()
+        self._comparison.on_difference = lambda *text: mine.look_after_step(*text)
+
+    @property
+    def _guard(self) -> Guard:
+        guard = self._reference()
+        assert guard is not None  # it holds this object
+        return guard
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a change was seen that is not judged yet."""
+        return self._open is not None
+
+    def look(self) -> None:
+        """Look for a change, and let it be judged together with one that is open."""
+        seen, found = self._open, find_change(self._reducer, self._acts)
+        if found is not None and seen is not None:
+            found = replace(found, indices=found.indices | seen.indices)
+        self._note(found)
+
+    def forget(self) -> None:
+        """Forget a change that is open, and changes that nobody has looked for yet."""
+        self._open = None
+        find_change(self._reducer, self._acts)
+
+    def reset(self) -> None:
+        """Forget everything, as if there had never been a change."""
+        self._open, self._at_rest, self.trust = None, None, Trust()
+
+    def note_rest(self) -> None:
+        """Note the parameters as a local backward finds them, if a change is open."""
+        if self._open is not None:
+            self._at_rest = self._comparison.digest()
+
+    def look_after_step(self, what: str, remedy: str) -> None:
+        """Compare after the next step, because another rank has found a difference.
+
+        Args:
+            what: What has happened on that rank.
+            remedy: What to do about it.
+        """
+        suspicion = Suspicion(
+            f"On another rank: {what}",
+            names=self._reducer.names,
+            expected="the same parameters on all ranks",
+            remedy=remedy,
+        )
+        change = Change(
+            indices=frozenset(range(len(self._reducer.params))),
+            finalized=self._reducer.ledger.finalized,
+            is_for_good=False,
+            suspicion=suspicion,
+            is_known_to_all=True,
+        )
+        self._note(change)
+
+    def judge_in_forward(self) -> None:
+        """Judge a change that no optimizer step has followed, in the next forward.
+
+        Raises:
+            UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
+        """
+        found, seen = find_change(self._reducer, self._acts), self._open
+        is_over = seen is not None and (
+            found is not None or self._reducer.ledger.finalized > seen.finalized
+        )
+        if found is not None and (found.is_for_good or is_over):
+            seen, is_over = found, True
+        if seen is None or not is_over:
+            self._note(found)
+            return
+        rest = self._at_rest if seen is found and not seen.is_for_good else None
+        self._open = self._at_rest = None
+        everybody = range(len(self._reducer.params))
+        self._judge(seen, "forward", everybody, rest=rest)
+
+    def judge_after_step(self, held: Sequence[int]) -> None:
+        """Judge an open change after an optimizer step, if it is of those parameters.
+
+        Args:
+            held: The indices of the parameters that the optimizer holds.
+
+        Raises:
+            UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
+        """
+        change = self._open
+        if change is not None and not change.indices.isdisjoint(held):
+            self._open = None
+            self._judge(change, "after", held)
+
+    def _note(self, found: Change | None) -> None:
+        """Keep a change until it is judged, unless another wrapper averages there."""
+        is_ignored = self._guard.policy == "ignore" or self._guard.shares_parameters
+        if found is not None and not is_ignored:
+            self._open = found
+
+    def _judge(
+        self,
+        change: Change,
+        moment: str,
+        which: Sequence[int],
+        *,
+        rest: int | None = None,
+    ) -> None:
+        """Compare parameters that changed after local gradients, and complain or trust.
+
+        If some ranks have not seen a change, this one asks them in the next backward.
+
+        Args:
+            change: What has changed.
+            moment: The place in the training loop.
+            which: The indices of the parameters to compare.
+            rest: The checksum of the parameters before this change. If it is the same
+                on all ranks, earlier changes are over, and this one is judged later.
+        """
+        guard = self._guard
+        if guard.shares_parameters or not guard.has_group():
+            return
+        if not change.is_known_to_all and not self.trust.is_due():
+            return
+        if rest is not None and self._comparison.of_digest("rest", rest).is_equal:
+            self.trust.note(is_decided=True)
+            self._open = change
+            return
+        verdict = self._comparison.of_parameters(moment, which)
+        if verdict.are_all_here or not verdict.can_ask:
+            guard.conclude(verdict, suspicion=change.suspicion)
+        else:
+            conclude = functools.partial(_conclude_in_backward, change=change)
+            text = change.suspicion.what, change.suspicion.remedy
+            ask = AskInBackward(guard, conclude, looks_again=text)
+            add_once(self._reducer, ask)
+
+    def look_again(self, change: Change) -> None:
+        """Judge a change after the next step, because ranks differ in a backward."""
+        finalized = self._reducer.ledger.finalized
+        self._note(replace(change, finalized=finalized, is_known_to_all=True))
+
+
+def _conclude_in_backward(guard: Guard, verdict: Verdict, *, change: Change) -> None:
+    """Look again after the next step if ranks differ in a backward, or trust.
+
+    In the backward weights may be moved on purpose. Ranks that have only answered look
+    again, too.
+    """
+    if verdict.is_proof:
+        guard.changes.look_again(change)
+    else:
+        guard.conclude(verdict, suspicion=change.suspicion)

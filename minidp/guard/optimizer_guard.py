@@ -28,27 +28,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NoReturn, cast
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from minidp.comm import Communicator, group_name, group_ranks
 from minidp.config import Unsynced
 from minidp.console import warn
-from minidp.core import Observer, Phase, Reducer, untraced, untraced_itself
+from minidp.core import Phase, Reducer, untraced
 from minidp.errors import (
     DoubleStepError,
     ItemCountError,
@@ -59,10 +53,11 @@ from minidp.errors import (
 from minidp.replica import Doubts, ManagedParameters, ReplicaCheck
 from minidp.trace import StepEvent
 
-from . import dropped
+from . import dropped, step_hooks
+from .asking import AskInBackward, LookAgain, add_once
 from .comparison import Comparison, Verdict
 from .local_acts import LocalActs
-from .local_updates import Change, find_change
+from .local_updates import Changes
 from .mistakes import (
     LateParameters,
     StepCheck,
@@ -73,14 +68,15 @@ from .mistakes import (
     refuse_forward,
     suspect_late,
 )
+from .step_hooks import live_guards
+from .trust import Trust
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
+    pass
 
 # After a step for other ranks to come to their next backward; else they are asked when
 # this rank comes to its own.
 _PATIENCE_SECONDS = 2.0
-_NUM_EARLY = 8  # comparisons that do not make the next ones rarer
 # The class of an optimizer, and the indices of the parameters that it holds.
 _Part = tuple[type[Optimizer], tuple[int, ...]]
 _SAME_AFTER = "the same parameters on all ranks after the step"
@@ -100,11 +96,6 @@ class Guard:
         key: Returns the wrapper's place in the store, which is the same on all ranks.
         doubts: Where the guard notes why replicas may differ, for their comparison.
     """
-
-    _change: Change | None = None  # seen, and not judged yet
-    # The parameters' checksum before a further local backward, if a change was not
-    # judged yet then: weights that were moved for a while are back there.
-    _at_rest: int | None = None
 
     def __init__(
         self,
@@ -128,12 +119,9 @@ class Guard:
         self.comparison = Comparison(reducer, key, self.late_parameters.find)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
-        self._has_group: Callable[[], bool] = lambda: True
+        self.has_group: Callable[[], bool] = lambda: True
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
-        guard = weakref.proxy(self)  # both would make a cycle, which keeps buckets
-        self.acts.at_first = lambda: guard.note_rest()
-        self.comparison.on_difference = lambda *text: guard.look_after_step(*text)
-        self._trust = _Trust()
+        self.changes = Changes(self)
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
         self.open_step: _OpenStep | None = None
@@ -144,12 +132,12 @@ class Guard:
         # A step of gradients that differ, which the optimizer itself may average. It
         # may also step another optimizer inside, and average the parameters then.
         self._own_step: tuple[weakref.ref[Optimizer], Suspicion] | None = None
-        self._step_trust = _Trust()
+        self._step_trust = Trust()
         self._has_warned = False  # of a change that could not be judged
         self._was_made_elsewhere = False  # when such a step was judged, and right
         self._steps = self.acts.steps
-        self._local_trust = _Trust()
-        self._skip_trust = _Trust()
+        self._local_trust = Trust()
+        self._skip_trust = Trust()
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
         self._joined: dict[str, nn.Parameter] = {}
@@ -161,9 +149,7 @@ class Guard:
         # Finished steps outside no_sync(), since the ranks were made equal or compared.
         self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping = 0  # id of the optimizer whose step counts, once it has ended
-        _guards[id(self)] = self
-        with _lock:
-            _install_hooks()
+        step_hooks.add(self)
 
     @untraced
     def check(self, optimizer: Optimizer, *, in_closure: bool = False) -> None:
@@ -212,7 +198,7 @@ class Guard:
         elif is_ours and acts.unsynced:
             self.doubts.was_local = True
         if (acts.versions or acts.bypassed is not None) and step.held:
-            self._note_change(find_change(self.reducer, acts))
+            self.changes.look()
             for i in step.held:  # the writes of this step are no manual update
                 acts.versions.pop(i, None)
             acts.bypassed, acts.has_lost_hooks = None, False
@@ -233,7 +219,7 @@ class Guard:
         """Complain of a step that is wrong, for certain or by a comparison."""
         if self.is_copy and not self.reducer.ledger.armed:
             return  # it is not used as a wrapper, so it is no replica of anything
-        if not self._has_group():
+        if not self.has_group():
             return  # this rank goes on alone
         if problem := step.find_certain():
             self._complain(problem)
@@ -295,7 +281,7 @@ class Guard:
         verdict = self.comparison.of_parameters("again", range(len(self.index)))
         if verdict.are_all_here:
             suspicion = replace(suspicion, expected=_SAME_BEFORE)
-            self._conclude(verdict, suspicion=suspicion)
+            self.conclude(verdict, suspicion=suspicion)
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
         """Compare the gradients of a coming step on the ranks that suspect it."""
@@ -324,7 +310,7 @@ class Guard:
         # Before this rank's last optimizer has stepped, its parameters prove nothing.
         is_asked = self.open_step is not None and self.open_step.is_asked_after
         is_asked &= not self._steps.is_one_left_out
-        is_suspicious |= self._change is not None or self._own_step is not None
+        is_suspicious |= self.changes.is_open or self._own_step is not None
         is_suspicious |= is_asked
         if not is_suspicious or not ledger.sync_enabled or is_nested(optimizer):
             return
@@ -337,9 +323,7 @@ class Guard:
             self._judge_own_step(held)
         if check is not None and check.suspect is not None:
             check.confirm([self.reducer.names[i] for i in held])
-        if self._change is not None and not self._change.indices.isdisjoint(held):
-            change, self._change = self._change, None
-            self._judge_change(change, "after", held)
+        self.changes.judge_after_step(held)
         if is_asked:
             verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
             self._judge_open_step(verdict, after_step=True)
@@ -356,7 +340,7 @@ class Guard:
     def _expect_steps_of(self, optimizer: Optimizer) -> None:
         """Note a step, so that one that is left out later is suspicious."""
         if not self._steps.has_any:  # training begins
-            self._skip_trust = _Trust()
+            self._skip_trust = Trust()
         self._steps.note(optimizer)
 
     def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
@@ -394,9 +378,9 @@ class Guard:
             self.acts.lent += map(weakref.ref, late.values())
             # They may be lent for this forward alone: look again when it is over.
             self.late_parameters.note_lent(late)
-            _add_once(reducer, _LookAgain(self))
+            add_once(reducer, LookAgain(self))
         self._check_cast()
-        self._check_changes()
+        self.changes.judge_in_forward()
         self._check_skipped_step()
         self._compare_after_local_steps()
 
@@ -428,120 +412,14 @@ class Guard:
             if outcome is not _Outcome.WRONG:  # open: a step of them is another matter
                 self._same_cast = kinds
 
-    def _check_changes(self) -> None:
-        """Judge a change that no optimizer step has followed, in the next forward."""
-        found, seen = find_change(self.reducer, self.acts), self._change
-        is_over = seen is not None and (
-            found is not None or self.reducer.ledger.finalized > seen.finalized
-        )
-        if found is not None and (found.is_for_good or is_over):
-            seen, is_over = found, True
-        if seen is not None and is_over:
-            self._change = None
-            rest = self._at_rest if seen is found and not seen.is_for_good else None
-            self._at_rest = None
-            everybody = range(len(self.reducer.params))
-            self._judge_change(seen, "forward", everybody, rest=rest)
-        else:
-            self._note_change(found)
-
     def switch_sync(self, *, enabled: bool) -> None:
         """Note that no_sync() is left, if ``enabled``, or entered.
 
         Forwards inside do not look for changes of parameters that came before it.
         """
         if not enabled and self.comparison.is_needed:
-            seen, found = self._change, find_change(self.reducer, self.acts)
-            if found is not None and seen is not None:
-                found = replace(found, indices=found.indices | seen.indices)
-            self._note_change(found)
+            self.changes.look()
         self.acts.switch_sync(enabled=enabled)
-
-    def _note_change(self, found: Change | None) -> None:
-        """Keep a change until it is judged, unless another wrapper averages there."""
-        mine = self.index.keys()
-        is_shared = any(not mine.isdisjoint(other.index) for other in self.others())
-        if found is not None and not is_shared and self.policy != "ignore":
-            self._change = found
-
-    def note_rest(self) -> None:
-        """Note the parameters as a local backward finds them, if a change is open."""
-        if self._change is not None:
-            self._at_rest = self.comparison.digest()
-
-    def look_after_step(self, what: str, remedy: str) -> None:
-        """Compare after the next step, because another rank has found a difference.
-
-        Args:
-            what: What has happened on that rank.
-            remedy: What to do about it.
-        """
-        suspicion = Suspicion(
-            f"On another rank: {what}",
-            names=self.reducer.names,
-            expected="the same parameters on all ranks",
-            remedy=remedy,
-        )
-        change = Change(
-            indices=frozenset(range(len(self.reducer.params))),
-            finalized=self.reducer.ledger.finalized,
-            is_for_good=False,
-            suspicion=suspicion,
-            is_known_to_all=True,
-        )
-        self._note_change(change)
-
-    def _judge_change(
-        self,
-        change: Change,
-        moment: str,
-        which: Sequence[int],
-        *,
-        rest: int | None = None,
-    ) -> None:
-        """Compare parameters that changed after local gradients, and complain or trust.
-
-        If some ranks have not seen a change, this one asks them in the next backward.
-
-        Args:
-            change: What has changed.
-            moment: The place in the training loop.
-            which: The indices of the parameters to compare.
-            rest: The checksum of the parameters before this change. If it is the same
-                on all ranks, earlier changes are over, and this one is judged later.
-        """
-        mine = self.index.keys()
-        if any(not mine.isdisjoint(other.index) for other in self.others()):
-            return
-        if not self._has_group():
-            return
-        if not change.is_known_to_all and not self._trust.is_due():
-            return
-        if rest is not None and self.comparison.of_digest("rest", rest).is_equal:
-            self._trust.note(is_decided=True)
-            self._change = change
-            return
-        verdict = self.comparison.of_parameters(moment, which)
-        if verdict.are_all_here or not verdict.can_ask:
-            self._conclude(verdict, suspicion=change.suspicion)
-        else:
-            conclude = functools.partial(Guard._conclude_change, change=change)
-            text = change.suspicion.what, change.suspicion.remedy
-            _add_once(self.reducer, _AskInBackward(self, conclude, looks_again=text))
-
-    def _conclude_change(self, verdict: Verdict, *, change: Change) -> None:
-        """Look again after the next step if ranks differ in a backward, or trust.
-
-        In the backward weights may be moved on purpose. Ranks that have only answered
-        look again, too.
-        """
-        if verdict.is_proof:
-            finalized = self.reducer.ledger.finalized
-            self._note_change(
-                replace(change, finalized=finalized, is_known_to_all=True)
-            )
-        else:
-            self._conclude(verdict, suspicion=change.suspicion)
 
     def _judge_open_step(self, verdict: Verdict, *, after_step: bool = False) -> None:
         """Judge a step that was open by a comparison of all parameters after it.
@@ -563,7 +441,7 @@ class Guard:
         is_over = verdict.are_all_here or tells
         # If no synchronised backward has come since the last step like this, it is not
         # known whether there will be one.
-        if is_over or not _add_once(self.reducer, _AskInBackward(self, conclude)):
+        if is_over or not add_once(self.reducer, AskInBackward(self, conclude)):
             conclude(self, verdict)
 
     def _conclude_step(
@@ -572,10 +450,9 @@ class Guard:
         """Complain of a step that was open, or learn from it who makes such steps."""
         self._step_trust.note(is_decided=verdict.are_all_here)
         if verdict.are_all_here:
-            self._change = None
-            find_change(self.reducer, self.acts)  # nor is an older change of interest
+            self.changes.forget()  # no older change is of interest
         self._was_made_elsewhere = verdict.is_equal and made_elsewhere
-        self._conclude(verdict, suspicion=suspicion)
+        self.conclude(verdict, suspicion=suspicion)
 
     def _judge_own_step(self, held: Sequence[int]) -> None:
         """Judge a step that may have averaged its gradients by what it made of them."""
@@ -584,7 +461,7 @@ class Guard:
         suspicion = replace(suspicion, expected=_SAME_AFTER)
         verdict = self.comparison.of_parameters("after", held)
         self._step_trust.note(is_decided=verdict.are_all_here)
-        self._conclude(verdict, suspicion=suspicion)
+        self.conclude(verdict, suspicion=suspicion)
 
     def _is_inside_own_step(self, optimizer: Optimizer) -> bool:
         """Return whether this step is a part of another's, which is judged later."""
@@ -612,7 +489,7 @@ class Guard:
             return
         if self.comparison.can_ask:
             conclude, is_needed = Guard._conclude_skipped, Guard._is_skip_suspicious
-            _add_once(self.reducer, _AskInBackward(self, conclude, is_needed))
+            add_once(self.reducer, AskInBackward(self, conclude, is_needed))
 
     def _compare_after_local_steps(self) -> None:
         """Let the replicas be compared in the step that begins, after local training.
@@ -650,20 +527,21 @@ class Guard:
                 "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
                 "rank 0's parameters, buffers and optimizer state, then zero_grad()",
             )
-            self._conclude(verdict, suspicion=suspicion)
+            self.conclude(verdict, suspicion=suspicion)
         else:
             # No rank has an optimizer, as in a benchmark: that soon costs nothing.
             is_usual = verdict.have_all_asked and not self._steps.has_any
             self._skip_trust.note(is_decided=verdict.are_all_here, is_usual=is_usual)
 
-    def _conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
+    def conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
+        """Complain if a comparison of parameters is a proof, or learn from it."""
         text = suspicion.to_text(self.reducer.rank, verdict.describe("parameters"))
         if verdict.is_proof:
-            self._trust, self._skip_trust = _Trust(), _Trust()
+            self.changes.trust, self._skip_trust = Trust(), Trust()
             # Ranks that only answered know nothing of it.
             self._complain(text, tells_others=True)
         elif verdict.are_all_here:
-            self._trust.note(is_decided=True)
+            self.changes.trust.note(is_decided=True)
         elif not self._has_warned and not self._steps_parts:
             self._has_warned = True
             warn(
@@ -741,7 +619,7 @@ class Guard:
             ValueError: Some wrapper has it already, or it holds no parameter of ours.
         """
         name = type(optimizer).__name__
-        if any(optimizer in guard._in_backward for guard in _live_guards()):
+        if any(optimizer in guard._in_backward for guard in live_guards()):
             raise ValueError(
                 f"This {name} steps in the backward already; use one optimizer for "
                 "each module."
@@ -774,16 +652,16 @@ class Guard:
 
     def reset(self) -> None:
         """Forget what was suspicious, as the ranks are compared soon, or equal now."""
-        waiting = (_LookAgain, _AskInBackward)
+        waiting = (LookAgain, AskInBackward)
         observers = self.reducer.queue.observers
         for each in observers.everybody:
             if isinstance(each, waiting):
                 observers.remove(each)
-        self._change, self.open_step, self._own_step = None, None, None
-        self._at_rest = None
+        self.changes.reset()
+        self.open_step, self._own_step = None, None
         self._open_parts.clear()
         self._was_made_elsewhere = self._steps_parts = False
-        self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
+        self._step_trust, self._skip_trust = Trust(), Trust()
         self._steps.reset()
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
@@ -796,7 +674,7 @@ class Guard:
             has_group: Returns whether the wrapper's process group still exists. If not,
                 there is no warning either, and steps are not checked any more.
         """
-        self._has_group = has_group
+        self.has_group = has_group
         cancel = dropped.expect_death(self, self._at_step, has_group)
         if self.policy == "ignore":
             cancel()
@@ -805,7 +683,7 @@ class Guard:
 
     def retire(self) -> None:
         """Unregister this guard, which then checks no optimizer steps any more."""
-        _guards.pop(id(self), None)
+        step_hooks.remove(self)
         self.reducer.queue.observers.remove(self.acts)
         self._cancel_death()
 
@@ -829,9 +707,15 @@ class Guard:
         """Count optimizer steps anew, after the ranks were compared or made equal."""
         self._num_steps.clear()
 
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether another live wrapper averages some of our parameters, too."""
+        mine = self.index.keys()
+        return any(not mine.isdisjoint(other.index) for other in self.others())
+
     def others(self) -> list[Guard]:
         """Return the other live guards of this process, of any wrapper or group."""
-        return [guard for guard in _live_guards() if guard is not self]
+        return [guard for guard in live_guards() if guard is not self]
 
     def sharing_group(self) -> dict[str, Communicator]:
         """Return what the live wrappers on this one's process group communicate with.
@@ -840,7 +724,7 @@ class Guard:
         wrapper is one of them.
         """
         group = self.reducer.communicator.group
-        users = {each.place(): each.reducer.communicator for each in _live_guards()}
+        users = {each.place(): each.reducer.communicator for each in live_guards()}
         return {place: each for place, each in users.items() if each.group is group}
 
     def beside(self) -> dict[str, Communicator]:
@@ -941,61 +825,6 @@ def _are_the_same(
     )
 
 
-class _LookAgain(Observer):
-    """Let a guard look for joined parameters when the coming backward has ended."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = weakref.proxy(guard)
-
-    def finished(self) -> None:
-        """Look now, outside the forward, and leave the observers."""
-        self._guard.reducer.queue.observers.remove(self)
-        self._guard.look_again()
-
-
-class _AskInBackward(Observer):
-    """Let a guard ask the other ranks when the coming backward begins, once.
-
-    There they all wait for this rank, so they can answer.
-
-    Args:
-        guard: The guard that asks.
-        conclude: Gets the guard and the verdict.
-        is_needed: Returns whether to ask after all.
-        looks_again: As in `Comparison.with_waiting_ranks`.
-    """
-
-    def __init__(
-        self,
-        guard: Guard,
-        conclude: Callable[..., None],
-        is_needed: Callable[[Guard], bool] = lambda _: True,
-        *,
-        looks_again: tuple[str, str] | None = None,
-    ) -> None:
-        self._looks_again = looks_again
-        self._guard = weakref.proxy(guard)  # a cycle would keep buckets
-        self._conclude, self._is_needed = conclude, is_needed
-
-    def begins(self) -> None:
-        """Leave the observers, and ask if that is still needed."""
-        self._guard.reducer.queue.observers.remove(self)
-        if self._is_needed(self._guard):
-            verdict = self._guard.comparison.with_waiting_ranks(
-                looks_again=self._looks_again
-            )
-            self._conclude(self._guard, verdict)
-
-
-def _add_once(reducer: Reducer, observer: Observer) -> bool:
-    """Register an observer unless one of its class waits, and return whether it did."""
-    observers = reducer.queue.observers
-    if any(type(each) is type(observer) for each in observers.everybody):
-        return False
-    observers.append(observer)
-    return True
-
-
 @dataclass(frozen=True)
 class _OpenStep:
     """A suspicious step that only the parameters can judge, when it has been made."""
@@ -1018,147 +847,7 @@ class _Outcome(Enum):
     LEFT_TO_THE_STEP = auto()  # the gradients differ; the optimizer may average them
 
 
-class _Trust:
-    """Compare less and less often while comparisons find the ranks equal.
-
-    Sharpness-aware training, for example, moves weights and puts them back in each
-    step. Each of the first changes is compared, and later ones more and more rarely,
-    down to one in 64. Comparisons to which some ranks do not come cost seconds, so they
-    become rare at once.
-    """
-
-    def __init__(self) -> None:
-        self._interval, self._left = 1, 0
-        self._num_early = _NUM_EARLY
-
-    def is_due(self) -> bool:
-        """Count a change, and return whether to compare now."""
-        if self._left:
-            self._left -= 1
-            return False
-        return True
-
-    def note(self, *, is_decided: bool, is_usual: bool = False) -> None:
-        """Count a comparison, so that the next ones become rarer.
-
-        Args:
-            is_decided: Whether all ranks came to it.
-            is_usual: Whether there are no early comparisons, because such a change is
-                seldom a mistake.
-        """
-        if is_decided and self._num_early and not is_usual:
-            self._num_early -= 1
-            return
-        self._interval = min(self._interval * (2 if is_decided else 8), 64)
-        self._left = max(self._interval - 2, 0)
-
-
-_guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, by id
-
-
-def _live_guards() -> list[Guard]:
-    """Return the guards of this process's live wrappers.
-
-    Other threads may add and drop some meanwhile.
-    """
-    references = _guards.valuerefs()  # a copy, made in one call to C
-    return [guard for each in references if (guard := each()) is not None]
-
-
-def is_averaged(param: nn.Parameter) -> bool:
-    """Return whether a wrapper of this process reduces gradients of ``param``."""
-    return any(id(param) in guard.index for guard in _live_guards())
-
-
-_lock = threading.Lock()  # of `_install_hooks`: two threads may wrap at once
-
-
-@functools.cache
-def _install_hooks() -> None:
-    """Register hooks before and after every ``Optimizer.step``, once per process.
-
-    Children that the process forks inherit them, and need not come here again.
-    """
-    register_optimizer_step_pre_hook(_before_any_step)
-    register_optimizer_step_post_hook(_after_any_step)
-    if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-        os.register_at_fork(after_in_child=_guard_nothing_inherited)
-
-
-def _guard_nothing_inherited() -> None:
-    """Retire the guards of the parent's wrappers in a process that was just forked.
-
-    Such a child is no rank. It may train the module by itself, to probe it or to tune
-    it for a test, and no rank would ever answer what a guard asks here. A wrapper that
-    the child makes, on a process group of its own, has a guard as usual.
-    """
-    for guard in _live_guards():
-        guard.retire()
-    dropped.orphans.clear()
-
-
-@untraced
-def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for guard in _live_guards():
-        guard.note_step(optimizer)
-        guard.trace(optimizer, StepEvent.OPTIMIZER_END)
-    for guard in _live_guards():
-        guard.confirm(optimizer)
-
-
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's class has a ``step`` that is not torch's."""
     step = inspect.unwrap(type(optimizer).step)
     return not str(getattr(step, "__module__", "")).startswith("torch.")
-
-
-# The number of our hook among those of an optimizer.
-_own_hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-
-
-@untraced
-def _before_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Tell recorders that a step begins, and let our check be its last hook.
-
-    This is a pre-hook of all optimizers. The check has to come after the optimizer's
-    other hooks, because those of the user may average gradients.
-    """
-    for guard in _live_guards():
-        guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
-    hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
-    if _own_hooks.get(optimizer) not in hooks:
-        _own_hooks[optimizer] = optimizer.register_step_pre_hook(_before_step).id
-    hooks.move_to_end(_own_hooks[optimizer])
-
-
-@untraced
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let live guards check the step, or each result of its closure if it has one.
-
-    This is the last pre-hook of an optimizer. It raises what `Guard.check` raises.
-
-    Returns:
-        None, or the step's arguments with a closure that lets the guards check the step
-        after each call.
-    """
-    if dropped.orphans:
-        dropped.warn_of_orphans(optimizer, is_averaged)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        for guard in _live_guards():
-            guard.check(optimizer)
-        return None
-
-    @untraced_itself
-    @functools.wraps(closure)
-    def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
-        result = closure(*closure_args, **closure_kwargs)
-        for guard in _live_guards():
-            guard.check(optimizer, in_closure=True)
-        return result
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": checked}
-    return (args[0], checked, *args[2:]), kwargs
