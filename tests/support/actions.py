@@ -315,11 +315,12 @@ class Stage:
 
     # -- recovery ----------------------------------------------------------------------
 
-    def recover(self) -> None:
+    def recover(self, *, has_time: bool = False) -> None:
         """Do what the README asks for after an error: undo its cause, and reset().
 
         A module that has changed on some rank is wrapped again. Then all parameters get
-        new values, the same on all ranks.
+        new values, the same on all ranks. If nothing wrong follows, waits need not end
+        soon, and this rank ``has_time``, even on a busy machine.
         """
         num_errors, self._num_errors = self._num_errors, len(self.record.errors)
         has_raised = num_errors < self._num_errors
@@ -335,8 +336,8 @@ class Stage:
         news = str(self.is_changed)
         is_changed = "True" in (self._meet(news) if self._key else [news])
         self.model.reset()
-        # Only the wrong part had to end soon, even on a busy machine.
-        self.model._reducer.communicator.limit = 30.0
+        if has_time:
+            self.model._reducer.communicator.limit = 30.0
         self.group = self.model.process_group
         module = self.model.module
         if is_changed:
@@ -419,7 +420,7 @@ def run(stage: Stage, text: str, *, goes_on: bool = False) -> Record:
         record.warned = [told for told in told_all if "[rank" in told]
         if stage.wrapper is DataParallel:
             try:
-                stage.recover()
+                stage.recover(has_time=True)
                 stage.play("train, train, train")
             except Exception as error:
                 record.recovery = f"{type(error).__name__}: {error}"
