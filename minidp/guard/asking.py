@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from minidp.core import Observer, Reducer
 
+from .comparison import Kind
+
 if TYPE_CHECKING:
     from .optimizer_guard import Guard
 
@@ -31,6 +33,7 @@ class AskInBackward(Observer):
 
     Args:
         guard: The guard that asks.
+        kind: Why it asks.
         conclude: Gets the guard and the verdict.
         is_needed: Returns whether to ask after all.
         looks_again: As in `Comparison.with_waiting_ranks`.
@@ -39,12 +42,13 @@ class AskInBackward(Observer):
     def __init__(
         self,
         guard: Guard,
+        kind: Kind,
         conclude: Callable[..., None],
         is_needed: Callable[[Guard], bool] = lambda _: True,
         *,
         looks_again: tuple[str, str] | None = None,
     ) -> None:
-        self._looks_again = looks_again
+        self._kind, self._looks_again = kind, looks_again
         self._guard = weakref.proxy(guard)  # a cycle would keep buckets
         self._conclude, self._is_needed = conclude, is_needed
 
@@ -53,7 +57,7 @@ class AskInBackward(Observer):
         self._guard.reducer.queue.observers.remove(self)
         if self._is_needed(self._guard):
             verdict = self._guard.comparison.with_waiting_ranks(
-                looks_again=self._looks_again
+                self._kind, looks_again=self._looks_again
             )
             self._conclude(self._guard, verdict)
 

@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,11 +46,24 @@ if TYPE_CHECKING:
 # Without a heartbeat, or while others compute, only time tells who does not come.
 PATIENCE_SECONDS = 10.0
 # The moments of comparisons that belong to one of several forwards before a backward.
-_IN_FORWARDS = ("forward", "rest", "opened", "cast")
+_IN_FORWARDS = ("forward", "opened", "cast")
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
 # largest element, or twice what the dtype can tell.
 ROUNDING = 1e-5
+
+
+class Kind(str, Enum):
+    """Why a rank has come to a comparison, which it tells the others."""
+
+    ANSWER = ""  # because another rank has asked: it may not come to a collective
+    NOW = "now"  # it has a suspicion, and compares what there is now
+    # It compares parameters as they were before the change that it suspects.
+    AT_REST = "at rest"
+    # In a backward, where weights may be moved for a while:
+    CHANGE = "change"  # parameters changed by hand, and only some ranks know
+    SKIP = "skip"  # this rank has left out an optimizer step
+    STEP = "step"  # it has made a step of gradients that were not averaged
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,17 @@ class Verdict:
     reducing: frozenset[int] = frozenset()  # ranks that went on without the step
     is_rounding: bool = False  # the digests differ, but no value does by much
     is_same_part: bool = True  # all that answered step the same parameters
-    have_all_asked: bool = False  # each rank has the suspicion
+    kinds: frozenset[Kind] = frozenset({Kind.NOW})  # why the ranks have come
 
     @property
     def are_all_here(self) -> bool:
         """Whether all ranks answered."""
         return self.digests.keys() == self.ranks
+
+    @property
+    def have_all_left_out(self) -> bool:
+        """Whether all ranks ask because they have left out a step."""
+        return self.are_all_here and self.kinds == {Kind.SKIP}
 
     @property
     def is_equal(self) -> bool:
@@ -116,6 +135,7 @@ class Verdict:
 class _Question(NamedTuple):
     """What a rank tells those that do not come to a comparison by themselves."""
 
+    kind: Kind
     # If they differ, all of them compare after the next step. Then this is what has
     # happened, and the remedy; else it is None.
     looks_again: tuple[str, str] | None = None
@@ -212,10 +232,11 @@ class Comparison:
 
     def digest(self) -> int:
         """Return a checksum of the parameters as they are now."""
-        return _digest(self._present())
+        return _digest(self._reducer.params)
 
     def with_waiting_ranks(
         self,
+        kind: Kind,
         patience: float | None = None,
         *,
         looks_again: tuple[str, str] | None = None,
@@ -227,6 +248,7 @@ class Comparison:
         never comes, the wait for the first bucket, which follows, names it.
 
         Args:
+            kind: Why this rank asks.
             patience: After this rank's step, and not in a backward, how many seconds to
                 wait for the others, which come to the next forward and backward if all
                 goes well.
@@ -242,7 +264,7 @@ class Comparison:
             moment,
             self._present(),
             patience=patience,
-            question=_Question(looks_again),
+            question=_Question(kind, looks_again),
         )
 
     def _present(self) -> list[torch.Tensor]:
@@ -276,18 +298,21 @@ class Comparison:
             patience: How many seconds to wait for them; None: as long as it takes.
             question: If there is one, ranks that wait for this one answer it.
             part: Which part of the parameters this is; only equal parts can be equal.
-            digest: What to compare instead, without a look at rounding.
+            digest: A checksum of before, to be compared instead, without a look at
+                rounding.
         """
         communicator, ranks = self._reducer.communicator, self._ranks()
-        has_tensors = digest is None
+        kind = Kind.NOW if question is None else question.kind
         if digest is None:
             digest = _digest(tensors)
+        else:
+            kind = Kind.AT_REST
         if len(ranks) == 1:
             return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
             return Verdict({communicator.rank: digest}, ranks, can_ask=False)
         topic = self._next_topic(moment)
-        post = [digest, True, part]
+        post = [digest, kind, part]
         # This rank has asked, so `answer` must never replace its post by an answer. The
         # others read from it whether this rank will come to the collective below.
         self._asked = topic
@@ -304,17 +329,13 @@ class Comparison:
         if not absent:
             self._forget_before(topic)
         is_same_part = len({each for *_, each in posts.values()}) == 1
-        # Only ranks that have asked can take part in a collective.
-        have_asked = len(posts) == communicator.size and all(
-            asked for _, asked, _ in posts.values()
+        kinds = frozenset(Kind(each) for _, each, _ in posts.values())
+        # Only ranks that have asked come to a collective, and all need what differs.
+        can_look = len(posts) == communicator.size and kinds.isdisjoint(
+            {Kind.ANSWER, Kind.AT_REST}
         )
         is_rounding = False
-        if (
-            has_tensors
-            and have_asked
-            and is_same_part
-            and len(set(digests.values())) > 1
-        ):
+        if can_look and is_same_part and len(set(digests.values())) > 1:
             is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
         return Verdict(
             digests,
@@ -323,7 +344,7 @@ class Comparison:
             reducing=reducing,
             is_rounding=is_rounding,
             is_same_part=is_same_part,
-            have_all_asked=have_asked,
+            kinds=kinds,
         )
 
     def _meet(
@@ -346,7 +367,9 @@ class Comparison:
             if question is not None:
                 steps = ledger.steps if moment == "stepped" else None
                 asked = [topic, steps, question.looks_again]
-                post_json(store, "ask", ledger.finalized, asked)
+                known = read_json(store, "ask", [ledger.finalized])
+                if question.looks_again or not known.get(ledger.finalized, asked)[2]:
+                    post_json(store, "ask", ledger.finalized, asked)
             post_json(store, topic, communicator.rank, post)
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=question is not None
@@ -413,7 +436,7 @@ class Comparison:
             if not can_answer or not topic or topic in (self._answered, self._asked):
                 return
             self._answered, digest = topic, _digest(reducer.params)
-            post_json(store, topic, reducer.communicator.rank, [digest, False, 0])
+            post_json(store, topic, reducer.communicator.rank, [digest, Kind.ANSWER, 0])
             posts = read_json(store, topic, self._ranks()) if looks_again else {}
             if any(value != digest for value, *_ in posts.values()):
                 self.on_difference(*looks_again)

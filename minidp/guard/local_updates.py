@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from minidp.core import Reducer
 
 from .asking import AskInBackward, add_once
-from .comparison import Verdict
+from .comparison import Kind, Verdict
 from .local_acts import LocalActs
 from .mistakes import Suspicion, explain_origins
 from .trust import Trust
@@ -27,6 +27,8 @@ from .trust import Trust
 if TYPE_CHECKING:
     from .optimizer_guard import Guard
 
+# After how many averaged backwards without an optimizer step to judge without one.
+_PATIENCE = 10
 _TO_GO_ON = (
     "to go on, load the same parameters on all ranks, then call reset() and zero_grad()"
     ". If replicas are meant to differ for a while, change them inside no_sync()"
@@ -164,6 +166,11 @@ class Changes:
             UnsyncedGradientsError: Replicas differ, and ``unsynced="raise"``.
         """
         found, seen = find_change(self._reducer, self._acts), self._open
+        if seen is not None and seen.is_known_to_all:
+            waited = self._reducer.ledger.finalized - seen.finalized
+            if waited <= _PATIENCE:
+                return  # all ranks compare after the next step
+            found = None
         is_over = seen is not None and (
             found is not None or self._reducer.ledger.finalized > seen.finalized
         )
@@ -193,8 +200,9 @@ class Changes:
 
     def _note(self, found: Change | None) -> None:
         """Keep a change until it is judged, unless another wrapper averages there."""
-        is_ignored = self._guard.policy == "ignore" or self._guard.shares_parameters
-        if found is not None and not is_ignored:
+        if found is None or (self._open is not None and self._open.is_known_to_all):
+            return
+        if self._guard.policy != "ignore" and not self._guard.shares_parameters:
             self._open = found
 
     def _judge(
@@ -221,23 +229,29 @@ class Changes:
             return
         if not change.is_known_to_all and not self.trust.is_due():
             return
-        if rest is not None and self._comparison.of_digest("rest", rest).is_equal:
+        if rest is None:
+            verdict = self._comparison.of_parameters(moment, which)
+        else:
+            verdict = self._comparison.of_digest(moment, rest)
+        if verdict.is_equal and rest is not None:
             self.trust.note(is_decided=True)
             self._open = change
-            return
-        verdict = self._comparison.of_parameters(moment, which)
-        if verdict.are_all_here or not verdict.can_ask:
+        elif verdict.are_all_here and verdict.kinds == {Kind.NOW, Kind.AT_REST}:
+            self.look_again(change)  # and so do all other ranks
+        elif verdict.are_all_here or not verdict.can_ask:
             guard.conclude(verdict, suspicion=change.suspicion)
         else:
             conclude = functools.partial(_conclude_in_backward, change=change)
             text = change.suspicion.what, change.suspicion.remedy
-            ask = AskInBackward(guard, conclude, looks_again=text)
+            ask = AskInBackward(guard, Kind.CHANGE, conclude, looks_again=text)
             add_once(self._reducer, ask)
 
     def look_again(self, change: Change) -> None:
-        """Judge a change after the next step, because ranks differ in a backward."""
+        """Judge a change after the next step, as all ranks do, because they differ."""
+        everybody = frozenset(range(len(self._reducer.params)))
         finalized = self._reducer.ledger.finalized
-        self._note(replace(change, finalized=finalized, is_known_to_all=True))
+        known = replace(change, indices=everybody, is_known_to_all=True)
+        self._note(replace(known, finalized=finalized))
 
 
 def _conclude_in_backward(guard: Guard, verdict: Verdict, *, change: Change) -> None:

@@ -55,7 +55,7 @@ from minidp.trace import StepEvent
 
 from . import dropped, step_hooks
 from .asking import AskInBackward, LookAgain, add_once
-from .comparison import Comparison, Verdict
+from .comparison import Comparison, Kind, Verdict
 from .local_acts import LocalActs
 from .local_updates import Changes
 from .mistakes import (
@@ -79,6 +79,11 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 2.0
 # The class of an optimizer, and the indices of the parameters that it holds.
 _Part = tuple[type[Optimizer], tuple[int, ...]]
+_CHANGED = (
+    "parameters changed after a local backward, whose gradients were never averaged.",
+    "call backward() of what the wrapper returns, or change parameters on all ranks "
+    "alike; and load the same parameters on all ranks, then call reset()",
+)
 _SAME_AFTER = "the same parameters on all ranks after the step"
 _SAME_BEFORE = "the same parameters on all ranks before the next step like it"
 
@@ -325,7 +330,7 @@ class Guard:
             check.confirm([self.reducer.names[i] for i in held])
         self.changes.judge_after_step(held)
         if is_asked:
-            verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
+            verdict = self.comparison.with_waiting_ranks(Kind.STEP, _PATIENCE_SECONDS)
             self._judge_open_step(verdict, after_step=True)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -441,7 +446,8 @@ class Guard:
         is_over = verdict.are_all_here or tells
         # If no synchronised backward has come since the last step like this, it is not
         # known whether there will be one.
-        if is_over or not add_once(self.reducer, AskInBackward(self, conclude)):
+        ask = AskInBackward(self, Kind.STEP, conclude)
+        if is_over or not add_once(self.reducer, ask):
             conclude(self, verdict)
 
     def _conclude_step(
@@ -489,7 +495,8 @@ class Guard:
             return
         if self.comparison.can_ask:
             conclude, is_needed = Guard._conclude_skipped, Guard._is_skip_suspicious
-            add_once(self.reducer, AskInBackward(self, conclude, is_needed))
+            ask = AskInBackward(self, Kind.SKIP, conclude, is_needed)
+            add_once(self.reducer, ask)
 
     def _compare_after_local_steps(self) -> None:
         """Let the replicas be compared in the step that begins, after local training.
@@ -512,7 +519,9 @@ class Guard:
         If all ranks have left it out, that is not why they differ. Then the comparison
         of replicas, which names what differs on which ranks, follows in the next step.
         """
-        if verdict.is_proof and verdict.have_all_asked:
+        if verdict.is_proof and Kind.CHANGE in verdict.kinds:
+            self.changes.look_after_step(*_CHANGED)  # as the ranks do that ask for it
+        elif verdict.is_proof and verdict.have_all_left_out:
             if self.replica_check is not None:
                 self.replica_check.compare_soon()
         elif verdict.is_proof:
@@ -530,7 +539,7 @@ class Guard:
             self.conclude(verdict, suspicion=suspicion)
         else:
             # No rank has an optimizer, as in a benchmark: that soon costs nothing.
-            is_usual = verdict.have_all_asked and not self._steps.has_any
+            is_usual = verdict.have_all_left_out and not self._steps.has_any
             self._skip_trust.note(is_decided=verdict.are_all_here, is_usual=is_usual)
 
     def conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:

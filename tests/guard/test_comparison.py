@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from contextlib import suppress
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minidp import UnsyncedGradientsError
+from minidp import ReplicaMismatchError, UnsyncedGradientsError
 from minidp.guard import comparison
 from minidp.guard.comparison import _Meeting
 from tests.support.both import Two, wrapped
@@ -150,6 +151,38 @@ def test_a_waiting_rank_answers_that_it_differs(ctx):
     assert ("On another rank: " in found) == (ctx.rank == 0)
     assert "Found: different parameters on rank 1 than on rank 0" in found
     assert "Parameters: a, b" in found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+@pytest.mark.parametrize("when", [6, 7])
+def test_a_mistake_of_one_rank_while_all_leave_out_a_step(ctx, policy, when):
+    """In one backward rank 0 asks for one reason, and rank 1 for another one."""
+    ddp, optimizer = setting(ctx, unsynced=policy)
+    found = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for k in range(12):
+                if (ctx.rank, k) == (1, when):
+                    ddp.module(X).backward()
+                    with torch.no_grad():
+                        for param in ddp.parameters():
+                            param -= 0.1 * param.grad
+                    optimizer.zero_grad()
+                ddp(X).backward()
+                if k % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except (UnsyncedGradientsError, ReplicaMismatchError) as error:
+            found = str(error)
+    # All ranks tell of it in the same backward, and none waits for another one.
+    told = " ".join([found, *(str(each.message) for each in caught)])
+    assert "Found: different " in told
+    assert found or policy == "warn"
+    if when == 6:  # else the comparison of replicas may come first
+        assert "after a local backward" in told
+        assert ("On another rank: " in told) == (ctx.rank == 0)
 
 
 @on_ranks(2)

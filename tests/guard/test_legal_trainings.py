@@ -196,15 +196,35 @@ def test_some_ranks_look_for_sharpness(ctx, wrap, who):
     return weights_of(module)
 
 
+def by_chance(ctx: Any, k: int) -> bool:
+    generator = torch.Generator().manual_seed(10 * k + ctx.rank)
+    return bool(torch.rand((), generator=generator) < 0.5)
+
+
+# Who moves its weights uphill for which backward. Three backwards make a step.
+MOVERS: dict[str, Any] = {
+    "all": lambda ctx, k: True,
+    "all, then rank 0 alone": lambda ctx, k: k % 3 == 0 or ctx.rank == 0,
+    "each by chance": by_chance,
+    "one after the other": lambda ctx, k: k % 2 == ctx.rank,
+    "rank 1, in two backwards": lambda ctx, k: ctx.rank == 1 and k in (4, 5),
+}
+
+
 @as_in_torch(2)
-def test_sharpness_aware_gradients_are_added_up_over_several_backwards(ctx, wrap):
+@pytest.mark.parametrize("moves", MOVERS)
+def test_sharpness_aware_gradients_are_added_up_over_several_backwards(
+    ctx, wrap, moves
+):
     module = layers()
     ddp, optimizer = wrap(module), torch.optim.SGD(module.parameters(), lr=0.05)
     sums = [torch.zeros_like(param) for param in module.parameters()]
-    for k, (x, y) in enumerate(batches(ctx, 12)):
-        with ddp.no_sync():
-            loss = nn.functional.mse_loss(ddp(x), y)
-        kept = move_uphill(ddp, loss)
+    for k, (x, y) in enumerate(batches(ctx, 15)):
+        kept = weights_of(module)
+        if MOVERS[moves](ctx, k):
+            with ddp.no_sync():
+                loss = nn.functional.mse_loss(ddp(x), y)
+            move_uphill(ddp, loss)
         nn.functional.mse_loss(ddp(x), y).backward()
         put_back(ddp, kept)
         for param, total in zip(module.parameters(), sums, strict=True):
