@@ -48,6 +48,9 @@ class Change:
     finalized: int  # number of averaged backwards before the change was seen
     is_for_good: bool  # nobody averages any more, so waiting for it is no use
     suspicion: Suspicion
+    # It was seen where no_sync() began, so that more of it may be seen in the next
+    # forward, as of weights that are moved for each micro-batch.
+    is_before_no_sync: bool = False
     # Ranks differed in a backward, so that all of them compare after the next step.
     is_known_to_all: bool = False
 
@@ -116,11 +119,13 @@ class Changes:
         """Whether a change was seen that is not judged yet."""
         return self._open is not None
 
-    def look(self) -> None:
+    def look(self, *, before_no_sync: bool = False) -> None:
         """Look for a change, and let it be judged together with one that is open."""
         seen, found = self._open, find_change(self._reducer, self._acts)
         if found is not None and seen is not None:
             found = replace(found, indices=found.indices | seen.indices)
+        elif found is not None:
+            found = replace(found, is_before_no_sync=before_no_sync)
         self._note(found)
 
     def forget(self) -> None:
@@ -172,11 +177,17 @@ class Changes:
                 return  # all ranks compare after the next step
             found = None
         is_over = seen is not None and (
-            found is not None or self._reducer.ledger.finalized > seen.finalized
+            (found is not None and not seen.is_before_no_sync)
+            or self._reducer.ledger.finalized > seen.finalized
         )
         if found is not None and (found.is_for_good or is_over):
             seen, is_over = found, True
-        if seen is None or not is_over:
+        if seen is None:
+            self._note(found)
+            return
+        if not is_over:
+            if found is not None:  # of the same micro-batches as what was seen
+                found = replace(found, indices=found.indices | seen.indices)
             self._note(found)
             return
         rest = self._at_rest if seen is found and not seen.is_for_good else None
@@ -241,6 +252,7 @@ class Changes:
         elif verdict.are_all_here or not verdict.can_ask:
             guard.conclude(verdict, suspicion=change.suspicion)
         else:
+            self.trust.note(is_decided=False)  # it has taken long
             conclude = functools.partial(_conclude_in_backward, change=change)
             text = change.suspicion.what, change.suspicion.remedy
             ask = AskInBackward(guard, Kind.CHANGE, conclude, looks_again=text)

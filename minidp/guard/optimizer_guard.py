@@ -423,7 +423,7 @@ class Guard:
         Forwards inside do not look for changes of parameters that came before it.
         """
         if not enabled and self.comparison.is_needed:
-            self.changes.look()
+            self.changes.look(before_no_sync=True)
         self.acts.switch_sync(enabled=enabled)
 
     def _judge_open_step(self, verdict: Verdict, *, after_step: bool = False) -> None:

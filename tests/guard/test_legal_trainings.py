@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -263,6 +264,22 @@ def step_by_hand(module: nn.Module) -> None:
     with torch.no_grad():
         for param in module.parameters():
             param -= 0.05 * param.grad
+
+
+@as_in_torch(2)
+def test_noise_of_each_rank_in_micro_batches(ctx, wrap):
+    """Weights are moved before no_sync() begins, and again before the last forward."""
+    module = layers()
+    ddp, moved = wrap(module), Moved(ctx, module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for k, (x, y) in enumerate(batches(ctx, 12)):
+        is_last = k % 3 == 2
+        with moved, nullcontext() if is_last else ddp.no_sync():
+            nn.functional.mse_loss(ddp(x), y).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(module)
 
 
 @as_in_torch(2)
