@@ -247,9 +247,10 @@ class Changes:
         if verdict.is_equal and rest is not None:
             self.trust.note(is_decided=True)
             self._open = change
-        elif verdict.are_all_here and verdict.kinds == {Kind.NOW, Kind.AT_REST}:
-            self.look_again(change)  # and so do all other ranks
         elif verdict.are_all_here or not verdict.can_ask:
+            if verdict.is_proof and verdict.kinds == {Kind.NOW, Kind.AT_REST}:
+                self.look_again(change)  # and so do all other ranks
+                return
             guard.conclude(verdict, suspicion=change.suspicion)
         else:
             self.trust.note(is_decided=False)  # it has taken long
