@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -104,9 +104,9 @@ class Changes:
         # then: weights that were moved for a while are back there.
         self._at_rest: int | None = None
         self.trust = Trust()
-        mine = weakref.proxy(self)
-        self._acts.at_first = lambda: mine.note_rest()
-        self._comparison.on_difference = lambda *text: mine.look_after_step(*text)
+        # The observer may outlive the guard, if a recording holds the reducer.
+        self._acts.at_first = _weakly(self.note_rest)
+        self._comparison.on_difference = _weakly(self.look_after_step)
 
     @property
     def _guard(self) -> Guard:
@@ -265,6 +265,17 @@ class Changes:
         finalized = self._reducer.ledger.finalized
         known = replace(change, indices=everybody, is_known_to_all=True)
         self._note(replace(known, finalized=finalized))
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _conclude_in_backward(guard: Guard, verdict: Verdict, *, change: Change) -> None:
