@@ -318,6 +318,20 @@ class Comparison:
         self._asked = topic
         posts, passed = self._meet(moment, topic, post, patience, question)
         posts = self._agree_who_came(topic, posts)
+        return self._verdict(topic, tensors, posts, passed)
+
+    def _verdict(
+        self,
+        topic: str,
+        tensors: Sequence[torch.Tensor | None],
+        posts: dict[int, Any],
+        passed: Question | None,
+    ) -> Verdict:
+        """Return what follows from the posts; ranks with equal ones get the same.
+
+        If all ranks have come by themselves and differ, this is a collective.
+        """
+        communicator, ranks = self._reducer.communicator, self._ranks()
         digests = {rank: value for rank, (value, *_) in posts.items()}
         absent = ranks - posts.keys()
         nobody: frozenset[int] = frozenset()
@@ -325,7 +339,7 @@ class Comparison:
         reducing = absent & (nobody if passed is None else passed.reducing)
         if absent and communicator.peers.is_alone and not (stepped | reducing):
             # Perhaps they have no such wrapper, or another number for it: no proof.
-            return Verdict(dict.fromkeys(ranks, digest), ranks)
+            return Verdict(dict.fromkeys(ranks, digests[communicator.rank]), ranks)
         if not absent:
             self._forget_before(topic)
         is_same_part = len({each for *_, each in posts.values()}) == 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minidp.accelerator import to_host
 from minidp.comm import exchange_device, gather_integers
 
 from .digest import as_plain
@@ -79,8 +80,11 @@ class Deviation:
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as numbers that can be subtracted and squared."""
-    return values.double().nan_to_num(nan=_LARGEST).clamp(-_LARGEST, _LARGEST)
+    """Return the values as numbers that can be subtracted and squared, on the host.
+
+    Not every device has double precision.
+    """
+    return to_host(values).double().nan_to_num(nan=_LARGEST).clamp(-_LARGEST, _LARGEST)
 
 
 def _gather(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minidp.accelerator import to_host
 from minidp.comm import broadcast_coalesced, exchange_device, gather_integers
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def _is_close(
     if mine.is_complex():
         mine, root = torch.view_as_real(mine), torch.view_as_real(root)
     eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
-    mine, root = mine.double(), root.double()
+    # On the host, because not every device has double precision.
+    mine, root = to_host(mine).double(), to_host(root).double()
     sizes = root.abs().nan_to_num(nan=0.0, posinf=0.0)
     largest = float(sizes.max()) if sizes.numel() else 0.0
     atol = max(limit, num_eps * eps) * largest

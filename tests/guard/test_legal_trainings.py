@@ -5,7 +5,6 @@ Short ones are rows of the matrix of uses (`tests/wrong_uses`).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -324,7 +323,7 @@ def test_noise_of_each_rank_and_updates_by_hand(ctx, wrap, usual):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for k, (x, y) in enumerate(batches(ctx, 20)):
         module.zero_grad()
-        with moved if k >= usual else contextlib.nullcontext():
+        with moved if k >= usual else nullcontext():
             nn.functional.mse_loss(ddp(x), y).backward()
         if k >= usual:
             step_by_hand(module)
