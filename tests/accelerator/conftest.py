@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from minidp import native
 from tests.support import sim
 from tests.support.pool import Pool
 
@@ -21,3 +22,10 @@ def pool() -> Iterator[Pool]:
     ranks.start()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def _extension() -> None:
+    """Skip a test that proves nothing without the extension."""
+    if native.library() is None:
+        pytest.skip("the extension is not in use")

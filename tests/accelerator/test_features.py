@@ -21,7 +21,7 @@ from tests.accelerator.scenarios import (
     synced_batch_norms,
     with_options,
 )
-from tests.accelerator.training import WAYS, Run, result_of
+from tests.accelerator.training import WAYS, Run, result_of, slots_of_extension
 from tests.support import sim
 from tests.support.ranks import on_ranks
 
@@ -56,6 +56,16 @@ def as_cheap_as_torch(ctx, scenario, way):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_torch(ctx, name, way):
     as_cheap_as_torch(ctx, partial(with_options, name=name), way)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_extension")
+@on_ranks(2)
+@ways
+@pytest.mark.parametrize("name", OPTIONS)
+def test_buckets_that_the_extension_fills(ctx, name, way):
+    with slots_of_extension():
+        same_bits(ctx, partial(with_options, name=name), way)
 
 
 @on_ranks(2)

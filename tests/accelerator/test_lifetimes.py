@@ -17,7 +17,7 @@ from torch import nn
 from minidp import DataParallel
 from minidp.comm import Communicator
 from minidp.core.exchange import Exchange
-from tests.accelerator.training import no_races
+from tests.accelerator.training import no_races, slots_of_extension
 from tests.support import sim
 from tests.support.ranks import on_ranks
 from tests.support.waiting import until
@@ -260,11 +260,27 @@ def test_a_wrapper_that_dies_with_a_bucket_that_was_not_launched(ctx):
 @pytest.mark.parametrize("views", [False, True])
 def test_a_wrapper_that_dies_with_a_bucket_that_is_not_full(ctx, views):
     """Its large gradients are copied: as views at once, otherwise in the pause."""
-    module, side = Heads().to(ctx.device), sim.new_stream()
+    module = Heads().to(ctx.device)
     module.first = nn.Linear(20, 1000).to(ctx.device)
-    here = torch.accelerator.current_stream()
+    use_half_of_a_bucket(ctx, module, {"gradient_as_bucket_view": views})
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_extension")
+@on_ranks(2)
+def test_a_bucket_that_the_extension_fills_dies_before_it_is_full(ctx):
+    """No gradient is left to Python, which would mark the bucket, too."""
+    module = Heads().to(ctx.device)
+    module.first = nn.Linear(20, 1000, bias=False).to(ctx.device)
+    with slots_of_extension():
+        use_half_of_a_bucket(ctx, module, {"gradient_as_bucket_view": True})
+
+
+def use_half_of_a_bucket(ctx, module, options):
+    """Train only the first head, in another stream than the constructor's."""
+    side, here = sim.new_stream(), torch.accelerator.current_stream()
     nodes = nodes_on(here, *module.parameters())
-    options = {"gradient_as_bucket_view": views}
+    size = sum(param.numel() for param in module.parameters())
     x = torch.ones(4, 20, device=ctx.device)
     side.wait_stream(here)
     with all_memory_reused():
@@ -278,7 +294,7 @@ def test_a_wrapper_that_dies_with_a_bucket_that_is_not_full(ctx, views):
         del ddp, loss
         module.zero_grad()
         wait_until_freed(before)
-        take(side, 21_420)
+        take(side, size)
     del nodes
 
 

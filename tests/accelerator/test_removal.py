@@ -12,6 +12,7 @@ them fails for another reason than the loss.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from minidp import DataParallel, native
+from minidp.native import binary
 from tests.accelerator import (
     removal,
     scenarios,
@@ -27,7 +29,11 @@ from tests.accelerator import (
     test_lifetimes,
     test_waits,
 )
-from tests.accelerator.training import Run, Scenario, result_of
+from tests.accelerator.training import (
+    Run,
+    Scenario,
+    result_of,
+)
 from tests.support import sim
 from tests.support.pool import RankError
 
@@ -120,6 +126,9 @@ ONE_AT_A_TIME = body(
 )
 DROPPED = body(LIVES.test_gradients_of_another_stream_are_dropped_by_the_user)
 BECOME_VIEWS = body(LIVES.test_gradients_of_another_stream_become_views)
+FILLED_BY_EXTENSION = body(
+    LIVES.test_a_bucket_that_the_extension_fills_dies_before_it_is_full
+)
 DIES = body(
     LIVES.test_a_wrapper_that_dies_after_its_backward,
     views=False,
@@ -138,6 +147,13 @@ FP32 = body(
 MAPS = body(AUDIT.test_maps_live_until_they_are_read, skips=False)
 COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
 OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
+
+# Calls of C++ that order streams or keep memory.
+ORDERS_IN_CPP = re.compile(
+    r"\b(record_?stream|recordDataPtr\w*|block|wait_?stream|wait_?event|synchronize)\("
+    r"|\bEvent\b",
+    re.IGNORECASE,
+)
 
 # By file, and then by function and call.
 _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
@@ -319,12 +335,37 @@ def test_the_loss_of_a_call_is_noticed(pool, site):
 
 
 @pytest.mark.native
+@pytest.mark.usefixtures("_extension")
 @pytest.mark.parametrize("site", ONLY_OF_EXTENSION, ids=str)
 def test_the_loss_of_a_call_for_the_extension_is_noticed(pool, site):
-    if native.library() is None:
-        pytest.skip("hooks in Python are in use")
     heard = errors_without(pool, site, None)
     assert any(map(is_sign, heard)), heard
+
+
+def run_without_marks_of_extension(ctx: Any) -> None:
+    try:
+        with sim.marks_ignored(binary.EXTENSION):
+            FILLED_BY_EXTENSION(ctx)
+    finally:
+        sim.delay(0, seed=0)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_extension")
+def test_the_loss_of_the_marks_of_the_extension_is_noticed(pool):
+    results = pool.run(run_without_marks_of_extension, 2, errors="return")
+    assert any(isinstance(result, RankError) and is_sign(result) for result in results)
+
+
+def test_the_extension_has_one_call_of_this_kind():
+    """A second one needs a test of its own that fails without it."""
+    found = [
+        line.strip()
+        for path in binary.source_files(binary.source_folder())
+        for line in path.read_text().splitlines()
+        if ORDERS_IN_CPP.search(line.partition("//")[0])
+    ]
+    assert found == ["values_.record_stream(stream);"]
 
 
 def errors_without(

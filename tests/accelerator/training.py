@@ -11,10 +11,13 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from minidp import native
+from minidp.core import kernels
 from tests.support import sim
 
 # How a script uses streams. Hooks of gradients run on the stream that was current when
@@ -33,6 +36,21 @@ def no_races() -> Iterator[None]:
     sim.load().drain()
     found = sim.races()
     assert not found, "\n".join(found)
+
+
+@contextlib.contextmanager
+def slots_of_extension() -> Iterator[None]:
+    """Let the extension fill the buckets of wrappers that are made in this block.
+
+    It does so where it has a kernel for the device, which it has for CUDA only. Here
+    torch's multiplications take that kernel's place; all else of it is the same.
+    """
+
+    def extension(_tensors: Any) -> Any:  # a Mock would keep the tensors alive
+        return native.library()
+
+    with mock.patch.object(kernels, "extension_for", extension):
+        yield
 
 
 class Run:

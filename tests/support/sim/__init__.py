@@ -44,6 +44,7 @@ __all__ = [
     "delay",
     "held",
     "load",
+    "marks_ignored",
     "new_stream",
     "no_host_waits",
     "races",
@@ -140,6 +141,22 @@ def no_host_waits() -> Iterator[None]:
         yield
     finally:
         load().refuse_host_waits(False)
+
+
+@contextlib.contextmanager
+def marks_ignored(library: str) -> Iterator[None]:
+    """Let each `record_stream` that a library's C++ calls in this block do nothing.
+
+    Args:
+        library: How the name of the library's file begins.
+    """
+    load().drain()
+    load().ignore_marks_of(library)
+    try:
+        yield
+    finally:
+        load().drain()
+        load().ignore_marks_of("")
 
 
 @dataclass

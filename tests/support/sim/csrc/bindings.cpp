@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "races.h"
 #include "random.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -22,6 +23,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("hold", [](int device, int64_t id) { hold(stream_at(device, id)); });
   m.def("let_go", [](int device, int64_t id) { let_go(stream_at(device, id)); });
   m.def("set_detecting", set_detecting);
+  m.def("ignore_marks_of", ignore_marks_of);
   m.def("take_races", take_races);
   m.def("set_tracing", set_tracing);
   m.def("take_trace", take_trace);

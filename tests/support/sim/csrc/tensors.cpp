@@ -11,9 +11,13 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <torch/library.h>
 
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 
 #include "memory.h"
 #include "races.h"
@@ -102,7 +106,33 @@ at::Tensor as_strided(
   return at::native::as_strided_tensorimpl(self, sizes, strides, offset);
 }
 
+std::string ignored_library;  // whose marks count for nothing
+
+// Whether code of a library, by the start of its file's name, has asked torch for the operator that
+// runs now. If Python has asked for it, no library has.
+bool is_asked_by(const std::string& library) {
+  void* frames[64];
+  const int depth = backtrace(frames, std::size(frames));
+  for (int i = 0; i < depth; ++i) {
+    Dl_info info;
+    if (dladdr(frames[i], &info) == 0 || info.dli_fname == nullptr) {
+      continue;
+    }
+    const auto file = std::filesystem::path(info.dli_fname).filename().string();
+    if (file.starts_with(library)) {
+      return true;
+    }
+    if (file.starts_with("libtorch_python")) {
+      return false;
+    }
+  }
+  return false;
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
+  if (!ignored_library.empty() && is_asked_by(ignored_library)) {
+    return;
+  }
   device_allocator().recordStream(self.storage().data_ptr(), stream);
 }
 
@@ -231,6 +261,10 @@ Range range_of(const at::Tensor& tensor, bool is_written) {
 at::Tensor empty_on(int device, const at::Tensor& like) {
   const c10::Device on(kSim, static_cast<c10::DeviceIndex>(device));
   return empty_strided(like.sizes(), like.strides(), like.scalar_type(), {}, on, {});
+}
+
+void ignore_marks_of(const std::string& library) {
+  ignored_library = library;
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

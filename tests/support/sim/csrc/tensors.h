@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "launch.h"
@@ -31,5 +32,9 @@ class Alias {
 
 Range range_of(const at::Tensor& tensor, bool is_written);
 at::Tensor empty_on(int device, const at::Tensor& like);  // with its sizes, strides and dtype
+
+// Let `record_stream` do nothing when a library whose file has a name that begins so calls it; with
+// "" it works for all. This is no moment at which another thread uses the device.
+void ignore_marks_of(const std::string& library);
 
 }  // namespace sim
