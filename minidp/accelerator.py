@@ -22,9 +22,10 @@ runs dry.                                  through pinned memory; the host waits
 =========================================  =============================================
 
 No other file of the package may use streams, events or the name of a device type
-(``tests/repository/test_architecture.py``). All calls are those of
+(``tests/repository/test_architecture.py``). Nearly all calls are those of
 ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, which are the same for each
-type of device. ``minidp/README.md`` lists which of them a type must have.
+type of device; names, versions and random states come from its own module of torch.
+``minidp/README.md`` lists what a type must have, and what it may lack.
 """
 
 from __future__ import annotations

@@ -26,4 +26,5 @@ def test_my_hook(ctx):
     expected = result_of(Run(ctx, DataParallel, "cpu"), train)
     run = Run(ctx, DataParallel, "sim", way="mixed_nodes")
     assert all(map(torch.equal, expected, result_of(run, train)))  # and no race
-    assert run.costs.host_waits == ("Event.synchronize",)  # of the rebuild
+    # By minidp, which makes new buckets in the second step; another is the hook's.
+    assert run.costs.host_waits == ("Event.synchronize",)

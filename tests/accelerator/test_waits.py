@@ -304,10 +304,11 @@ def test_who_has_waited_lets_go_of_the_tensors(ctx):
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     x = torch.ones(100, device=ctx.device)
-    work = dist.all_reduce(x, group=ctx.group, async_op=True)
-    with communicator.watching("launching the all-reduce", 0):
-        communicator.note_started(work, ctx.device)
-        communicator.wait(work)
+    with sim.held(here()):  # or it may be over already, and leave the list at once
+        work = dist.all_reduce(x, group=ctx.group, async_op=True)
+        with communicator.watching("launching the all-reduce", 0):
+            communicator.note_started(work, ctx.device)
+            communicator.wait(work)
     del work, x
     sim.load().drain()
     assert torch.accelerator.memory_allocated() == before

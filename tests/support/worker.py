@@ -144,6 +144,7 @@ def serve(connection: Connection, setup: Setup) -> None:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
+    torch.set_printoptions(threshold=8, edgeitems=1)  # in the variables of an assertion
     if setup.device.startswith("sim"):
         sim.load()  # not before, because its threads do not survive a fork
     if setup.device != "cpu":
