@@ -115,9 +115,17 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
     return false;
   }
   if (as_view_) {
-    params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
+    point_at_view(k);
   }
   return true;
+}
+
+void Slots::point_at_view(size_t k) {
+  const auto& grad = grad_of(params_[k]);
+  if (grad.defined() && !grad.is_cpu()) {
+    grad.record_stream(current_stream(grad.device()));  // the user may have made it
+  }
+  params_[k].mutable_grad() = views_[k];
 }
 
 bool Slots::flatten(
@@ -319,7 +327,7 @@ bool Slots::point_at_views(const std::vector<at::Tensor>& arrived) {
   }
   for (size_t k = 0; k < params_.size(); ++k) {
     if (!grad_of(params_[k]).is_same(views_[k])) {
-      params_[k].mutable_grad() = views_[k];
+      point_at_view(k);
     }
   }
   return true;

@@ -81,6 +81,8 @@ class Slots {
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
   void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
+  // Lets .grad be the view, and so lets go of the gradient's own memory.
+  void point_at_view(size_t k);
   bool point_at_views(const std::vector<at::Tensor>& arrived);
 
   std::vector<at::Tensor> params_;

@@ -213,6 +213,39 @@ def _has_record_stream(device_type: str) -> bool:
     return True
 
 
+class HomeStreams:
+    """The streams on which a script works, for a module on several devices.
+
+    Autograd has a thread for each device, in which the current streams of all other
+    devices are the default ones. So what reads a gradient of another device there must
+    first wait for the stream of the script, which may have written it. With one device
+    there is nothing to do: what autograd runs follows the script's stream.
+
+    Args:
+        devices: Those of the module.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [each for each in devices if has_streams(each)]
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def note(self) -> None:
+        """Note the streams that are current now, at the end of a forward."""
+        if len(self._devices) > 1:
+            self._streams = {each: current_stream(each) for each in self._devices}
+
+    def streams_of(self, device: torch.device) -> set[torch.Stream]:
+        """Return the stream that was noted for a device, or nothing."""
+        return {self._streams[device]} if device in self._streams else set()
+
+    def follow(self, device: torch.device) -> None:
+        """Let the current stream of a device wait for the one that was noted."""
+        for home in self.streams_of(device):
+            current = current_stream(device)
+            if current != home:
+                current.wait_stream(home)
+
+
 class BucketStreams:
     """The streams that write one bucket, the one that launches it, and its memory.
 

@@ -119,6 +119,7 @@ def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
 
         def decompress(done: Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(buffer)
+            use_here(buffer)  # the bucket may die before anybody waits
             return buffer.copy_(done.value().view_as(buffer))
 
         return hook(state, bucket).then(decompress)
@@ -316,6 +317,7 @@ def int8_error_feedback_hook(
     messages = [torch.empty_like(message) for _ in range(group.size())]
 
     def decode() -> torch.Tensor:
+        use_here(buffer)  # the bucket may die before anybody waits
         total = torch.zeros_like(values)
         for theirs in messages:
             scale = theirs[:head].view(torch.float32).unsqueeze(1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minidp import comm
+from minidp.accelerator import HomeStreams
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
@@ -76,12 +77,16 @@ class BucketQueue:
         self.specs = specs
         self.config = config
         self.next = 0  # the bucket to launch next
+        self.home = HomeStreams(dict.fromkeys(spec.device for spec in specs))
         self.grad_store = GradStore()
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
         if config.averages_items:
             items = ItemCounts(
-                communicator, self.averaging.device, lambda: self.buckets[0].params
+                communicator,
+                self.averaging.device,
+                lambda: self.buckets[0].params,
+                self.home,
             )
             self.averaging.items = items
             self.observers.append(items)

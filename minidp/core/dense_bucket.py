@@ -171,6 +171,8 @@ class DenseBucket(Bucket):
             self.streams.use_buffer(self.payload)
         kernels.multiply_into(view, grad, divisor)
         if self._as_view:
+            if self.streams is not None:
+                accelerator.use_here(grad)  # the user may have made it
             self.params[k].grad = view  # frees the gradient's own memory
         return GradState.COPIED
 

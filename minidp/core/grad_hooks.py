@@ -353,7 +353,6 @@ class PendingGrads:
         self.filled.add(i)
         entry: Entry = self._params[i].grad
         if copies and isinstance(entry, Tensor):
-            use_here(entry)  # it may be of another stream, and be dropped by the copy
             entry = self.reducer.queue.copy_now(i, entry)
         if travels:
             self._set_entry(i, entry)

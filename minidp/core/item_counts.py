@@ -8,8 +8,9 @@ unchanged.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from minidp.accelerator import After, Download, on_side_stream, use_here
+from minidp.accelerator import (
+    After,
+    Download,
+    HomeStreams,
+    on_side_stream,
+    use_here,
+)
 from minidp.comm import Communicator
 from minidp.errors import ItemCountError, explain
 
@@ -56,8 +63,9 @@ class _Step:
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0  # in grad mode
 
-    def note_average(self, param: Tensor, grad: Tensor) -> None:
+    def note_average(self, param: Tensor, grad: Tensor, home: HomeStreams) -> None:
         """Note that a ``.grad`` holds an average now, unless it is all zeros."""
+        home.follow(grad.device)
         self.averages.append((param, grad, grad._version, grad.detach().any()))
         if grad.is_cpu:
             return
@@ -114,6 +122,7 @@ class ItemCounts(Observer):
         communicator: The communicator of the ranks.
         device: The device of the gradients, on which the counts travel.
         sampled: Returns parameters whose gradients have arrived when counts are sent.
+        home: The script's streams on the devices of the module.
     """
 
     def __init__(
@@ -121,6 +130,7 @@ class ItemCounts(Observer):
         communicator: Communicator,
         device: torch.device,
         sampled: Callable[[], Sequence[Tensor]],
+        home: HomeStreams,
     ) -> None:
         self.exchange = Exchange(
             "the sum of item counts",
@@ -130,7 +140,7 @@ class ItemCounts(Observer):
             by_rank=True,
         )
         self._communicator, self._device = communicator, device
-        self._sampled = sampled
+        self._sampled, self.home = sampled, home
         self.divisor = 1  # by which gradients were divided before they travelled
         # What reduced gradients are multiplied by: a tensor if only the device knows.
         self.scale: float | Tensor = 1.0
@@ -143,7 +153,7 @@ class ItemCounts(Observer):
         self._late: Download | None = None  # see `check`
         # The id of a graph task, and whether all its losses are for 0 items: a tensor
         # on a device.
-        self._weighed: tuple[int, Tensor] | None = None
+        self._weighed: tuple[int, list[Mapping[torch.device, Tensor]]] | None = None
 
     # -- what this rank says -----------------------------------------------------------
 
@@ -198,19 +208,19 @@ class ItemCounts(Observer):
             self.holds_averages = False
             for param in sorted(self._sampled(), key=Tensor.numel)[:3]:
                 if (grad := param.grad) is not None and grad.layout is torch.strided:
-                    self._step.note_average(param, grad)
+                    self._step.note_average(param, grad, self.home)
 
-    def note_weighed(self, task: int, is_zero: Tensor) -> None:
+    def note_weighed(self, task: int, is_zero: Mapping[torch.device, Tensor]) -> None:
         """Note that a backward has begun on a loss that was weighed by a count.
 
         Args:
             task: The id of the graph task.
-            is_zero: Whether the loss is for 0 items: a bool tensor on a device, which
-                is not read.
+            is_zero: Whether the loss is for 0 items, for each device of the module: a
+                bool tensor there, which is not read.
         """
-        if self._weighed is not None and self._weighed[0] == task:
-            is_zero = is_zero.logical_and(self._weighed[1])
-        self._weighed = task, is_zero
+        if self._weighed is None or self._weighed[0] != task:
+            self._weighed = task, []
+        self._weighed[1].append(is_zero)
 
     def cleaned(self, task: int, grads: Sequence[Any]) -> tuple[Any, ...] | None:
         """Return gradients that are zeros if all losses of a backward are for 0 items.
@@ -227,10 +237,11 @@ class ItemCounts(Observer):
         """
         if self._weighed is None or self._weighed[0] != task:
             return None
-        is_zero = self._weighed[1]
-        use_here(is_zero)  # a forward on another stream may have made it
+        losses = self._weighed[1]
         return tuple(
-            grad.masked_fill(is_zero.to(grad.device), 0) if grad is not None else None
+            None
+            if grad is None
+            else grad.masked_fill(_are_zero(losses, grad.device), 0)
             for grad in grads
         )
 
@@ -322,6 +333,7 @@ class ItemCounts(Observer):
         """The items of the last backward, even if it raised; None before the first."""
         if (facts := self._facts) is None:
             return None
+        use_here(facts)  # the next step drops it
         count = facts[:, _COUNT].sum()
         return ItemTotals(count, facts[:, _LOSS].sum() / count, facts[:, _COUNT])
 
@@ -343,3 +355,19 @@ class ItemCounts(Observer):
         self._step.ended()
         self._step, self._late, self._weighed = _Step(), None, None
         self.holds_averages = False
+
+
+def _are_zero(
+    losses: Sequence[Mapping[torch.device, Tensor]], device: torch.device
+) -> Tensor:
+    """Return whether all losses are for 0 items, as a bool tensor on a device.
+
+    Each loss has an answer for the devices of the module. It is computed there in the
+    forward, because a backward on one device cannot follow streams of another.
+    """
+    found = [
+        each[device] if device in each else next(iter(each.values())).to(device)
+        for each in losses
+    ]
+    use_here(*found)  # a forward on another stream may have made them
+    return functools.reduce(torch.logical_and, found)

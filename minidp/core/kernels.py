@@ -111,7 +111,10 @@ class CopyPlan:
         if not grads:
             return
         is_all = len(grads) == len(self._views)
-        if not is_all and list(map(id, views)) != self._small_ids:
+        is_rest = not is_all and list(map(id, views)) == self._small_ids
+        # A copy for all and a product for each run, if these are fewer kernels.
+        is_worth_it = is_all or len(grads) > len(self._small_runs) + 1
+        if not (is_all or is_rest) or not is_worth_it:
             for view, grad in zip(views, grads, strict=True):
                 if view.shape != grad.shape:
                     raise ValueError("torch.mul would resize the view")

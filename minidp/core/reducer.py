@@ -111,6 +111,7 @@ class Reducer:
         self.failure = ""  # the text of the error that led to FAILED
         self.incomplete = IncompleteAverages(self.params)
         self.queue = BucketQueue(self.params, specs, config, communicator, self.ledger)
+        self.home = self.queue.home
         self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.mode = mode_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
@@ -158,6 +159,7 @@ class Reducer:
         call it together, because they exchange what their forwards have reached.
         """
         self.phase.enter(Phase.ARMED)
+        self.home.note()
         self.queue.grad_store.note_forward()
         self.mode.saw_outputs(output, self.hooks.nodes)
         if self.mode.shares_reach:
@@ -288,6 +290,9 @@ class Reducer:
             special |= mode.first_entries()
         # Not in two steps: hooks on other threads read entries without the lock.
         self.pending.open(usual, special, queue.averaging.factors.pre)
+        for bucket in queue.buckets:  # a hook on another device may flatten it
+            if bucket.streams is not None:
+                bucket.streams.written_on |= self.home.streams_of(bucket.plan.device)
         for i in mode.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)

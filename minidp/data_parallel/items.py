@@ -101,10 +101,12 @@ def weigh_loss(  # noqa: D417 -- self: a method
         return zeros_for(loss, partial(_zeros, sparse))
     if isinstance(n, Tensor) and not is_known(n) and product.grad_fn is not None:
         is_zero = n.detach().reshape(()) == 0
+        devices = {product.device, *(spec.device for spec in self._reducer.queue.specs)}
+        on_each = {each: is_zero.to(each, non_blocking=True) for each in devices}
 
         @untraced
         def note(_grads: object) -> None:
-            counts.note_weighed(current_task(), is_zero)
+            counts.note_weighed(current_task(), on_each)
 
         product.grad_fn.register_prehook(note)
     return product
@@ -152,6 +154,7 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
     if items is None:
         return
     items.note_forward()
+    items.home.note()
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None and not is_known(tensor):
             _clean_grads_of(tensor.grad_fn, items)

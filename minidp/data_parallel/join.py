@@ -153,6 +153,9 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
     return StepAnnouncement(*map(max, zip(*steps, strict=True)))
 
 
+_Own = list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]]
+
+
 class Shadow(JoinHook):
     """What ``Join`` calls on a rank that has run out of inputs, so the others go on.
 
@@ -182,8 +185,9 @@ class Shadow(JoinHook):
         ddp._has_begun_join = True
         ddp._replication.postpone_comparison()
         self._ddp, self._is_counted = ddp, is_counted
-        # This rank's parameters, their gradients, and copies of these, once set aside.
-        self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
+        # This rank's parameters, their gradients, and copies of these if they are views
+        # of buckets, which the averages of the others will overwrite; once set aside.
+        self._own: _Own | None = None
 
     def main_hook(self) -> None:
         """Take part in one forward and backward of the ranks with inputs.
@@ -204,7 +208,11 @@ class Shadow(JoinHook):
         if agreed.reduces:
             if self._own is None:
                 grads = [(p, p.grad) for p in reducer.params if p.grad is not None]
-                self._own = [(param, grad, grad.clone()) for param, grad in grads]
+                are_views = reducer.queue.config.gradient_as_bucket_view
+                self._own = [
+                    (param, grad, grad.clone() if are_views else None)
+                    for param, grad in grads
+                ]
             for param in reducer.params:
                 param.grad = None  # an optimizer must not apply the last average again
             shadow_backward(reducer)
@@ -225,8 +233,7 @@ class Shadow(JoinHook):
             for param in ddp._reducer.params:
                 param.grad = None
             for param, grad, values in self._own:
-                # A view of a bucket was overwritten meanwhile.
-                param.grad = values if grad.is_sparse else grad.copy_(values)
+                param.grad = grad if values is None else grad.copy_(values)
         mine = ddp.process_group.rank() if is_last_joiner else -1
         rows = gather_integers([mine], ddp.process_group, ddp.join_device)
         ddp._authoritative_rank = max(rank for (rank,) in rows)

@@ -192,6 +192,65 @@ def two_devices(run: Run) -> Tensors:
     return run.train(run.wrap(TwoDevices(run), **SMALL), set_to_none=False)
 
 
+class FarBranches(nn.Module):
+    """One of two branches on device 0, and a layer on device 1."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        branches = nn.ModuleList(nn.Linear(12, 12) for _ in "ab")
+        self.branches = branches.to(run.device(0))
+        self.last = nn.Linear(12, 4).to(run.device(1))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        found = self.branches[branch](x).to(self.last.weight.device, non_blocking=True)
+        return self.last(found)
+
+
+def unused_on_another_device(run: Run) -> Tensors:
+    """Each rank uses another branch of device 0; the backward begins on device 1."""
+    return _unused_on_another_device(run, views=False)
+
+
+def unused_views_on_another_device(run: Run) -> Tensors:
+    """The same, with gradients in buckets. Its first step takes a launch more."""
+    return _unused_on_another_device(run, views=True)
+
+
+def _unused_on_another_device(run: Run, *, views: bool) -> Tensors:
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+    model = run.wrap(FarBranches(run), bucket_cap_mb=0.5 / 1024, **options)
+
+    def step(n: int) -> None:
+        model(run.batch(n), run.ctx.rank).square().mean().backward()
+
+    return run.train(model, step=step, set_to_none=False)
+
+
+def large_layers(run: Run) -> Tensors:
+    """Hooks copy the weights, and biases are left that do not adjoin."""
+    return _large_layers(run)
+
+
+def large_unused_layers(run: Run) -> Tensors:
+    """The same with unused parameters, and local gradients."""
+    return _large_layers(run, find_unused_parameters=True)
+
+
+def _large_layers(run: Run, **options: bool) -> Tensors:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(run.device())
+    options["gradient_as_bucket_view"] = True
+    model = run.wrap(layers, bucket_cap_mb=0.6, **options)
+
+    def step(n: int) -> None:
+        with model.no_sync():
+            model(run.batch(n, 4, 256)).square().mean().backward()
+        model(run.batch(n + 50, 4, 256)).square().mean().backward()
+
+    return run.train(model, 3, step=step)
+
+
 def uneven_inputs(run: Run) -> Tensors:
     """`join`: rank 1 has two batches more than rank 0."""
     model = run.wrap(net().to(run.device()), **SMALL)
@@ -216,6 +275,7 @@ BOTH = (
     *(unused_branches, unused_branches_in_place, accumulation, frozen),
     *(compressed, compressed_to_bf16, hook_of_the_user, module_buffers),
     *(activation_checkpointing, two_devices, uneven_inputs, copied),
+    *(unused_on_another_device, large_layers, large_unused_layers),
 )
 
 # ------------------------------------------------------------------------- minidp alone
@@ -231,6 +291,34 @@ def items(run: Run) -> Tensors:
         model(batch).square().sum(1).sum().backward()
 
     return run.train(model, step=step)
+
+
+def items_on_two_devices(run: Run) -> Tensors:
+    """Averages that are kept are looked at from the other device."""
+    return _items_on_two_devices(run, views=True)
+
+
+def items_counted_on_another_device(run: Run) -> Tensors:
+    """The count lies on each device in turn, the loss always on the second one."""
+    return _items_on_two_devices(run, weighs=True)
+
+
+def _items_on_two_devices(
+    run: Run, *, weighs: bool = False, views: bool = False
+) -> Tensors:
+    options = {"average_over": "items", "gradient_as_bucket_view": views}
+    model = run.wrap(TwoDevices(run), **options, **SMALL)
+
+    def step(n: int) -> None:
+        loss = model(run.batch(n)).square().mean()
+        if weighs:
+            count = torch.tensor(5.0 + run.ctx.rank).to(run.device(n % 2))
+            loss = model.weigh_loss(loss, count)
+        else:
+            model.count_items(6, loss.detach())
+        loss.backward()
+
+    return run.train(model, step=step, set_to_none=False)
 
 
 def replicas_checked(run: Run) -> Tensors:
@@ -311,6 +399,8 @@ def views_of_lazy_buckets(run: Run) -> Tensors:
 
 OURS = (
     *(steps_in_backward, attached, items, replicas_checked, finite),
+    *(items_on_two_devices, items_counted_on_another_device),
+    unused_views_on_another_device,
     *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
 )

@@ -191,7 +191,7 @@ def test_a_hook_copies_a_large_gradient_itself_only_to_save_memory(ctx, views):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "multiply_into", lambda view, *_: copied.append(view))
         ddp(torch.ones(2, 256).to(ctx.device)).sum().backward()
-    assert len(copied) == 3 * views
+    assert len([view for view in copied if view.dim() == 2]) == 3 * views
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from minidp import DataParallel
+from minidp import DataParallel, comm_hooks
 from minidp.comm import Communicator
 from minidp.core.exchange import Exchange
 from tests.accelerator.training import no_races, slots_of_extension
@@ -82,9 +82,28 @@ def test_gradients_of_another_stream_are_dropped_by_the_user(ctx):
 
 
 @on_ranks(2)
-def test_gradients_of_another_stream_become_views(ctx):
-    """The user has put them there, and has let this stream wait for theirs."""
-    module, side = Sums().to(ctx.device), sim.new_stream()
+@pytest.mark.parametrize("size", [500, 20_000])
+def test_gradients_of_another_stream_become_views(ctx, size):
+    """The user has put them there, and has let this stream wait for theirs.
+
+    A hook copies the large one, the end of the backward the small ones.
+    """
+    replace_by_views(ctx, size)
+
+
+@pytest.mark.native
+@pytest.mark.usefixtures("_extension")
+@on_ranks(2)
+@pytest.mark.parametrize("size", [500, 20_000])
+def test_the_extension_makes_views_of_gradients_of_another_stream(ctx, size):
+    with slots_of_extension():
+        replace_by_views(ctx, size)
+
+
+def replace_by_views(ctx, size):
+    module, side = Sums(), sim.new_stream()
+    module.first = nn.Parameter(torch.ones(size))
+    module.to(ctx.device)
     ddp = DataParallel(module, process_group=ctx.group, gradient_as_bucket_view=True)
     x = torch.ones((), device=ctx.device)
     with all_memory_reused():
@@ -95,7 +114,64 @@ def test_gradients_of_another_stream_become_views(ctx):
                     param.grad = torch.ones_like(param)
             torch.accelerator.current_stream().wait_stream(side)
             ddp(x).backward()
-            take(side, 500, 300)
+            take(side, size, 300)
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise ValueError("out of luck")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(
+    "name", ["fp16_compress_hook", "bf16_compress_hook", "int8_error_feedback_hook"]
+)
+def test_a_wrapper_dies_before_its_hook_has_ended(ctx, name, views):
+    """The second backward raises when the bucket of the last layer is launched."""
+    first, last = nn.Linear(20, 30).to(ctx.device), nn.Linear(30, 20).to(ctx.device)
+    module = nn.Sequential(first, nn.Identity(), last)
+    x = torch.ones(6, 20, device=ctx.device)
+    state = comm_hooks.Int8State() if name.startswith("int8") else None
+    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": 0.002}
+    with all_memory_reused():
+        ddp = DataParallel(module, process_group=ctx.group, **options)
+        ddp.register_comm_hook(state, getattr(comm_hooks, name))
+        for _ in range(2):
+            ddp(x).sum().backward()
+        module[1].forward = Fails.apply
+        loss = ddp(x).sum()
+        with pytest.raises(ValueError, match="out of luck"):
+            loss.backward()
+        del ddp, loss
+        gc.collect()
+        module.zero_grad()
+        take(torch.accelerator.current_stream(), *range(50, 1000, 10))
+
+
+@on_ranks(2)
+def test_totals_of_items_are_read_on_another_stream(ctx):
+    module, side = nn.Linear(20, 30).to(ctx.device), sim.new_stream()
+    here = torch.accelerator.current_stream()
+    ddp = DataParallel(module, process_group=ctx.group, average_over="items")
+    x = torch.ones(4, 20, device=ctx.device)
+    with all_memory_reused():
+        for _ in range(3):
+            loss = ddp(x).sum()
+            ddp.count_items(4, loss.detach())
+            loss.backward()
+            side.wait_stream(here)
+            with side:
+                totals = ddp.item_totals
+            del totals, loss
+            ddp.zero_grad()
 
 
 @on_ranks(2)

@@ -119,3 +119,21 @@ def test_a_comparison_takes_little_memory(ctx, dtype):
         with sim.costs() as costs:
             digest_of([values, values], of_values=of_values)
         assert costs.peak < 8 << 20
+
+
+@on_ranks(2)
+def test_a_rank_that_ran_out_keeps_no_copy_of_its_gradients(ctx):
+    found = []
+    for wrapper in (DistributedDataParallel, DataParallel):
+        gc.collect()
+        torch.manual_seed(0)
+        layers = [nn.Linear(256, 256) for _ in range(8)]
+        model = wrapper(nn.Sequential(*layers).to(ctx.device), process_group=ctx.group)
+        x = torch.ones(4, 256, device=ctx.device)
+        with sim.costs() as costs, model.join():
+            for _ in range(2 + 2 * ctx.rank):
+                model.zero_grad()
+                model(x).square().mean().backward()
+        found.append(costs.peak)
+    torchs, ours = found
+    assert ours <= MORE * torchs

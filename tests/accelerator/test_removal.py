@@ -52,6 +52,7 @@ NOT_TRIED = {
     "comm/communicator.py InFlight.ask_the_device": "an aborted group: test_faults",
     "comm/communicator.py Communicator._wait_on_device work.wait": "(1): a capture",
     "comm/communicator.py is_done_within": "waits of the CPU's groups",
+    "data_parallel/agree_on_group.py agree_and_reset each.let_finish": "test_faults",
     "data_parallel/join.py announce wait_for_message": "nobody reads that sum",
     "doctor/": "a command that waits to measure the device's times",
     "guard/comparison.py": "messages of the store",
@@ -125,10 +126,17 @@ ONE_AT_A_TIME = body(
     WAITS.test_a_hook_that_runs_one_at_a_time_has_ended_when_it_returns
 )
 DROPPED = body(LIVES.test_gradients_of_another_stream_are_dropped_by_the_user)
-BECOME_VIEWS = body(LIVES.test_gradients_of_another_stream_become_views)
-FILLED_BY_EXTENSION = body(
-    LIVES.test_a_bucket_that_the_extension_fills_dies_before_it_is_full
-)
+BECOME_VIEWS = body(LIVES.test_gradients_of_another_stream_become_views, size=500)
+BY_EXTENSION = [
+    body(LIVES.test_a_bucket_that_the_extension_fills_dies_before_it_is_full),
+    *(
+        body(
+            LIVES.test_the_extension_makes_views_of_gradients_of_another_stream,
+            size=size,
+        )
+        for size in (500, 20_000)
+    ),
+]
 DIES = body(
     LIVES.test_a_wrapper_that_dies_after_its_backward,
     views=False,
@@ -161,6 +169,9 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "synchronize torch.accelerator.synchronize": TIMES,
         "use_here _record": BECOME_VIEWS,
         "_record memory.record_stream": BECOME_VIEWS,
+        "HomeStreams.follow current.wait_stream": training(
+            scenarios.items_on_two_devices, "run_aside"
+        ),
         "BucketStreams.use_buffer use_here": DIES,
         "BucketStreams.gather current.wait_stream": WRITTEN_ON,
         "BucketStreams.gather _record": DROPPED,
@@ -197,6 +208,16 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "FutureWork.wait self.future.wait": ONE_AT_A_TIME,
     },
     "comm_hooks.py": {
+        "_in_dtype.compressed.decompress use_here": body(
+            LIVES.test_a_wrapper_dies_before_its_hook_has_ended,
+            name="fp16_compress_hook",
+            views=False,
+        ),
+        "int8_error_feedback_hook.decode use_here": body(
+            LIVES.test_a_wrapper_dies_before_its_hook_has_ended,
+            name="int8_error_feedback_hook",
+            views=False,
+        ),
         "_Exchange.finish wait_for": FP32,
         "_Exchange.finish use_here": FP32,
         "one_at_a_time.waiting wait_for": ONE_AT_A_TIME,
@@ -229,6 +250,9 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "DenseBucket.copy_now self.streams.use_buffer": body(
             LIVES.test_a_wrapper_that_dies_with_a_bucket_that_is_not_full, views=True
         ),
+        "DenseBucket.copy_now accelerator.use_here": body(
+            LIVES.test_gradients_of_another_stream_become_views, size=20_000
+        ),
         "DenseBucket.write_averages self.streams.use_buffer": DIES,
         "DenseBucket.write_averages accelerator.use_here": body(
             LIVES.test_averages_of_unused_parameters_are_put_back
@@ -248,17 +272,15 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "PendingGrads.pause use_here": body(
             LIVES.test_gradients_of_another_stream_are_copied_in_a_pause, views=False
         ),
-        "PendingGrads.fill_missing use_here": body(
-            LIVES.test_gradients_of_another_stream_end_the_first_backward_of_a_static_graph
-        ),
         "PendingGrads.mark_bucket_ready self.written_on[number].update": WRITTEN_ON,
     },
     "core/item_counts.py": {
         "_Step.note_average.wait looked.hold_back": LOOKED_AT,
         "ItemCounts.add map": OTHER_STREAM,
-        "ItemCounts.cleaned use_here": body(
-            LIVES.test_a_loss_that_is_weighed_on_another_stream
+        "ItemCounts.totals use_here": body(
+            LIVES.test_totals_of_items_are_read_on_another_stream
         ),
+        "_are_zero use_here": body(LIVES.test_a_loss_that_is_weighed_on_another_stream),
         "ItemCounts._write moment.wait": body(
             AUDIT.test_a_count_on_the_device_of_a_module_on_the_cpu
         ),
@@ -342,30 +364,36 @@ def test_the_loss_of_a_call_for_the_extension_is_noticed(pool, site):
     assert any(map(is_sign, heard)), heard
 
 
-def run_without_marks_of_extension(ctx: Any) -> None:
+def run_without_marks_of_extension(ctx: Any, number: int) -> None:
     try:
         with sim.marks_ignored(binary.EXTENSION):
-            FILLED_BY_EXTENSION(ctx)
+            BY_EXTENSION[number](ctx)
     finally:
         sim.delay(0, seed=0)
 
 
 @pytest.mark.native
 @pytest.mark.usefixtures("_extension")
-def test_the_loss_of_the_marks_of_the_extension_is_noticed(pool):
-    results = pool.run(run_without_marks_of_extension, 2, errors="return")
+@pytest.mark.parametrize("number", range(len(BY_EXTENSION)))
+def test_the_loss_of_a_mark_of_the_extension_is_noticed(pool, number):
+    """Each program needs another one of the two."""
+    results = pool.run(run_without_marks_of_extension, 2, number, errors="return")
     assert any(isinstance(result, RankError) and is_sign(result) for result in results)
 
 
-def test_the_extension_has_one_call_of_this_kind():
-    """A second one needs a test of its own that fails without it."""
+def test_the_extension_has_no_other_call_of_this_kind():
+    """Another one needs a program of its own that fails without it."""
     found = [
-        line.strip()
+        code
         for path in binary.source_files(binary.source_folder())
         for line in path.read_text().splitlines()
-        if ORDERS_IN_CPP.search(line.partition("//")[0])
+        for code in [line.partition("//")[0].strip()]
+        if ORDERS_IN_CPP.search(code)
     ]
-    assert found == ["values_.record_stream(stream);"]
+    assert found == [
+        "values_.record_stream(stream);",
+        "grad.record_stream(current_stream(grad.device()));",
+    ]
 
 
 def errors_without(

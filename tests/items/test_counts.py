@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel, ItemCountError
+from minidp.accelerator import HomeStreams
 from minidp.core import item_counts, kernels
 from minidp.errors import ReducerFailedError
 
@@ -25,7 +26,9 @@ def row_of(kind: Any, *, is_stale: bool) -> list[float]:
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), float(is_stale))
     two: Any = Two()
-    mine = item_counts.ItemCounts(two, torch.device("cpu"), lambda: [param])
+    mine = item_counts.ItemCounts(
+        two, torch.device("cpu"), lambda: [param], HomeStreams([])
+    )
     mine.holds_averages = True
     mine.look()
     param.grad.add_(1)
