@@ -297,6 +297,17 @@ class BucketStreams:
         self.written_on.clear()
         self._flattened_on = current
 
+    def dropping(self) -> None:
+        """Let the current stream wait for those that still write to the buffer.
+
+        A backward that raised has not let the caller's stream wait for its hooks.
+        """
+        current, flattened = current_stream(self._device), self._flattened_on
+        users = self.written_on | ({flattened} if flattened is not None else set())
+        for other in users - {current}:
+            current.wait_stream(other)
+        self.written_on.clear()
+
     def launching(self) -> AbstractContextManager[object]:
         """Return a context on the stream that has flattened the bucket (`gather`)."""
         return NO_CONTEXT if self._flattened_on is None else self._flattened_on

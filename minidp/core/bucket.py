@@ -230,6 +230,9 @@ class Bucket(ABC):
     def write_averages(self, untouched: Slots) -> None:
         """Write the payload times `scale` to each ``.grad`` but the ``untouched``."""
 
+    def let_go(self) -> None:  # noqa: B027 -- sparse: no buffer
+        """Get ready to be dropped, perhaps after a backward that raised."""
+
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each ``.grad`` that fits to its view, and let that be the ``.grad``."""
 

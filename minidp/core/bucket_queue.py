@@ -261,6 +261,8 @@ class BucketQueue:
 
     def free(self) -> None:
         """Drop all buckets, so that others can use the memory until `adopt`."""
+        for bucket in self.buckets:
+            bucket.let_go()
         self.buckets, self._summing = [], []
 
     def drain(self) -> None:

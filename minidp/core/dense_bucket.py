@@ -135,6 +135,10 @@ class DenseBucket(Bucket):
         self.views = []
         del self.payload, self._values, self._copy_plan
 
+    def let_go(self) -> None:  # noqa: D102
+        if self.streams is not None:
+            self.streams.dropping()
+
     def zeros(self) -> Tensor:
         """Return zeros of the shape and dtype of `payload`, even before that exists."""
         plan = self.plan

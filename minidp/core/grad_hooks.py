@@ -364,6 +364,12 @@ class PendingGrads:
         if not self.table.count_down(i):
             self.mark_bucket_ready(self.bucket_of[i])
 
+    def collect_streams(self) -> None:
+        """Note the streams of C++ hooks, as those of Python note theirs."""
+        if self.native is not None and self._has_streams:
+            for number, streams in enumerate(self.written_on):
+                streams.update(self.native.take_streams(number))
+
     def mark_bucket_ready(self, number: int) -> None:
         """Give a full bucket to the reducer, with the streams of C++ hooks."""
         if self.native is not None and self._has_streams:

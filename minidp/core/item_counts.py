@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,6 +142,7 @@ class ItemCounts(Observer):
         )
         self._communicator, self._device = communicator, device
         self._sampled, self.home = sampled, home
+        self._lock = threading.Lock()
         self.divisor = 1  # by which gradients were divided before they travelled
         # What reduced gradients are multiplied by: a tensor if only the device knows.
         self.scale: float | Tensor = 1.0
@@ -218,9 +220,10 @@ class ItemCounts(Observer):
             is_zero: Whether the loss is for 0 items, for each device of the module: a
                 bool tensor there, which is not read.
         """
-        if self._weighed is None or self._weighed[0] != task:
-            self._weighed = task, []
-        self._weighed[1].append(is_zero)
+        with self._lock:  # losses on two devices come in two threads
+            if self._weighed is None or self._weighed[0] != task:
+                self._weighed = task, []
+            self._weighed[1].append(is_zero)
 
     def cleaned(self, task: int, grads: Sequence[Any]) -> tuple[Any, ...] | None:
         """Return gradients that are zeros if all losses of a backward are for 0 items.

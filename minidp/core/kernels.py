@@ -112,9 +112,9 @@ class CopyPlan:
             return
         is_all = len(grads) == len(self._views)
         is_rest = not is_all and list(map(id, views)) == self._small_ids
-        # A copy for all and a product for each run, if these are fewer kernels.
-        is_worth_it = is_all or len(grads) > len(self._small_runs) + 1
-        if not (is_all or is_rest) or not is_worth_it:
+        runs = [self._values] if is_all else self._small_runs
+        # A copy for all and a product for each run, if these are not more kernels.
+        if not (is_all or is_rest) or len(grads) <= len(runs):
             for view, grad in zip(views, grads, strict=True):
                 if view.shape != grad.shape:
                     raise ValueError("torch.mul would resize the view")
@@ -125,7 +125,7 @@ class CopyPlan:
         else:
             torch._foreach_copy_(views, grads)
         if divisor != 1:  # a call per run, not per parameter
-            for run in [self._values] if is_all else self._small_runs:
+            for run in runs:
                 run.mul_(1.0 / divisor)
 
 

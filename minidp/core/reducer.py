@@ -188,6 +188,7 @@ class Reducer:
 
     def free_buckets(self) -> None:
         """Drop all buckets; `adopt` must follow before the next backward."""
+        self.pending.collect_streams()
         self.pending.adopt(())
         self.queue.free()
 

@@ -251,6 +251,14 @@ def _large_layers(run: Run, **options: bool) -> Tensors:
     return run.train(model, 3, step=step)
 
 
+def lone_layers(run: Run) -> Tensors:
+    """Each gradient has a bucket of its own."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(size, size, bias=False) for size in (12, 12)]
+    module = nn.Sequential(*layers).to(run.device())
+    return run.train(run.wrap(module, bucket_cap_mb=0.1 / 1024))
+
+
 def uneven_inputs(run: Run) -> Tensors:
     """`join`: rank 1 has two batches more than rank 0."""
     model = run.wrap(net().to(run.device()), **SMALL)
@@ -275,7 +283,7 @@ BOTH = (
     *(unused_branches, unused_branches_in_place, accumulation, frozen),
     *(compressed, compressed_to_bf16, hook_of_the_user, module_buffers),
     *(activation_checkpointing, two_devices, uneven_inputs, copied),
-    *(unused_on_another_device, large_layers, large_unused_layers),
+    *(unused_on_another_device, large_layers, large_unused_layers, lone_layers),
 )
 
 # ------------------------------------------------------------------------- minidp alone
@@ -367,6 +375,41 @@ def made_fresh(run: Run) -> Tensors:
     return found + run.train(model, 2)
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("out of luck")
+
+
+def raised_and_reset(run: Run) -> Tensors:
+    """A backward raises when some gradients are in their buckets already."""
+    layers = net().to(run.device())
+    middle = nn.Identity()
+    module = nn.Sequential(layers[:4], middle, layers[4:])
+    model = run.wrap(module, gradient_as_bucket_view=True, **SMALL)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: Tensors = []
+    for _ in range(2):
+        found += run.train(model, 2, optimizer=sgd, set_to_none=False)
+        with run.training():
+            sgd.zero_grad(set_to_none=False)
+            middle.forward = Fails.apply
+            loss = model(run.batch(9)).square().mean()
+            try:
+                loss.backward()
+            except ValueError:
+                del middle.forward
+            del loss
+            model.reset()
+    return found + run.train(model, 2, optimizer=sgd, set_to_none=False)
+
+
 def steps_in_backward(run: Run) -> Tensors:
     """The optimizer steps on each bucket as soon as that is reduced."""
     model = run.wrap(net().to(run.device()), **SMALL)
@@ -400,7 +443,7 @@ def views_of_lazy_buckets(run: Run) -> Tensors:
 OURS = (
     *(steps_in_backward, attached, items, replicas_checked, finite),
     *(items_on_two_devices, items_counted_on_another_device),
-    unused_views_on_another_device,
+    *(unused_views_on_another_device, raised_and_reset),
     *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
 )

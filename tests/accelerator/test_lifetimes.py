@@ -157,6 +157,32 @@ def test_a_wrapper_dies_before_its_hook_has_ended(ctx, name, views):
 
 
 @on_ranks(2)
+def test_a_bucket_is_dropped_after_a_backward_that_raised(ctx):
+    """Hooks of a third stream have written to it, and nobody waits for them."""
+    first, last = nn.Linear(20, 30).to(ctx.device), nn.Linear(30, 20).to(ctx.device)
+    module = nn.Sequential(first, nn.Identity(), last)
+    module[1].forward = Fails.apply
+    here, side = torch.accelerator.current_stream(), sim.new_stream()
+    nodes = nodes_on(sim.new_stream(), *module.parameters())
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)
+    x = torch.ones(6, 20, device=ctx.device)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}
+    side.wait_stream(here)
+    with all_memory_reused():
+        with side:
+            ddp = DataParallel(module, process_group=ctx.group, **options)
+        here.wait_stream(side)
+        loss = ddp(x).sum()
+        with pytest.raises(ValueError, match="out of luck"):
+            loss.backward()
+        del loss
+        ddp.reset()
+        take(side, *range(50, 1500, 10))
+    del nodes
+
+
+@on_ranks(2)
 def test_totals_of_items_are_read_on_another_stream(ctx):
     module, side = nn.Linear(20, 30).to(ctx.device), sim.new_stream()
     here = torch.accelerator.current_stream()

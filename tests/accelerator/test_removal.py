@@ -152,6 +152,7 @@ DIES_WITH_ITEMS = body(
 FP32 = body(
     AUDIT.test_a_comm_hook_keeps_what_its_collectives_read, name="fp32_accumulate_hook"
 )
+RAISED = training(scenarios.raised_and_reset, "mixed_nodes")
 MAPS = body(AUDIT.test_maps_live_until_they_are_read, skips=False)
 COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
 OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
@@ -174,6 +175,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         ),
         "BucketStreams.use_buffer use_here": DIES,
         "BucketStreams.gather current.wait_stream": WRITTEN_ON,
+        "BucketStreams.dropping current.wait_stream": RAISED,
         "BucketStreams.gather _record": DROPPED,
         "After.__init__ self._event.record": LOOKED_AT,
         "After.hold_back current_stream(self._device).wait_event": LOOKED_AT,
