@@ -13,9 +13,10 @@ These are the public names. ``help(minidp.DataParallel)`` says more about one of
     doctor          what is wrong with this machine, job, model, loader, script?
     MiniDPError     what every error here is; in alphabetical order:
                     CollectiveError, CommHookError, DoubleStepError, GradientError,
-                    GraphChangedError, ItemCountError, MarkedTwiceError, NativeError,
-                    NonFiniteGradientError, ReducerFailedError, ReplicaMismatchError,
-                    UnavailableError, UnfinishedReductionError, UnsyncedGradientsError
+                    GraphChangedError, ItemCountError, LogicalRankError,
+                    MarkedTwiceError, NativeError, NonFiniteGradientError,
+                    ReducerFailedError, ReplicaMismatchError, UnavailableError,
+                    UnfinishedReductionError, UnsyncedGradientsError
 
 These are its parts, from what a user starts down to what everybody stands on. The
 ``__init__.py`` of a folder says what it is for and in which order to read it:
@@ -36,6 +37,7 @@ These are its parts, from what a user starts down to what everybody stands on. T
     guard/          no optimizer applies gradients that differ between ranks
     hang/           which rank is missing, and where it was last seen
     replica/        replicas start equal and stay equal
+    logical/        the same bits on any number of ranks, by logical ranks
     sync_batchnorm  batch norm over all ranks, on CPU too
     core/           one gradient: hook -> bucket -> all-reduce -> .grad     READ THIS
     comm_hooks      ready-made comm hooks
@@ -46,6 +48,7 @@ These are its parts, from what a user starts down to what everybody stands on. T
     layout/         parameters -> buckets -> slots, as integers
     native/         find, build and load the optional extension in csrc/
     config/         options: validated, frozen, and from outside the script
+    randomness      keep and seed every random generator
     accelerator     streams, events and names of devices other than the CPU
     console         what a person sees: print, fold lines, warn
     trace           events of a backward
@@ -70,6 +73,7 @@ from .errors import (
     GradientError,
     GraphChangedError,
     ItemCountError,
+    LogicalRankError,
     MarkedTwiceError,
     MiniDPError,
     NativeError,
@@ -110,6 +114,7 @@ __all__ = [  # noqa: RUF022
     "GradientError",
     "GraphChangedError",
     "ItemCountError",
+    "LogicalRankError",
     "MarkedTwiceError",
     "NativeError",
     "NonFiniteGradientError",

@@ -138,14 +138,21 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 @functools.cache
-def own_stream(device: torch.device) -> torch.Stream:
+def own_stream(device: torch.device, purpose: str = "") -> torch.Stream:  # noqa: ARG001 -- a key
     """Return the stream of a device on which `on_side_stream` works."""
     return torch.Stream(device)
 
 
-def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context on a stream of our own, which holds up no stream of the user."""
-    ours = own_stream(device)
+def on_side_stream(
+    device: torch.device, purpose: str = ""
+) -> AbstractContextManager[object]:
+    """Return a context on a stream of our own, which holds up no stream of the user.
+
+    Args:
+        device: The device.
+        purpose: What the stream is for. Each purpose has one of its own.
+    """
+    ours = own_stream(device, purpose)
     # A new object for the same stream: a context that two threads enter mixes them up.
     return torch.Stream(
         stream_id=ours.stream_id,

@@ -55,6 +55,10 @@ class UnsyncedGradientsError(MiniDPError):
     """Gradients that differ between ranks are about to be applied, or were applied."""
 
 
+class LogicalRankError(MiniDPError):
+    """A step does not go through all logical ranks, or not in the way it must."""
+
+
 class DoubleStepError(MiniDPError):
     """An optimizer that already steps in the backward was told to step once more."""
 

@@ -169,6 +169,7 @@ class SharedWork:
     """
 
     can_time_out = True
+    needs_asking = True  # or this rank does not sum
     is_left_behind = False  # no thread of a backend writes to the buffer
 
     def __init__(self, buffer: SharedBuffer, profiled: Any | None = None) -> None:

@@ -29,6 +29,7 @@ from .collectives import (
     gather_bytes,
     gather_integers,
     gather_rows,
+    start_exchange,
     start_gathering,
     wait_for_message,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "read_json",
     "renew_side_groups",
     "side_group",
+    "start_exchange",
     "start_gathering",
     "then",
     "wait_for",

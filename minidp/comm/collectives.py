@@ -169,6 +169,34 @@ def start_gathering(
     return rows, PythonWork(work)
 
 
+def start_exchange(
+    slices: torch.Tensor, counts: Sequence[int], group: ProcessGroup
+) -> tuple[torch.Tensor, Work]:
+    """Start to send rows to each rank, and to get those that are meant for this one.
+
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        slices: What to send, of shape (ranks, rows, elements): to rank r goes row r.
+            The number of elements is the same on all ranks, that of rows need not be.
+        counts: How many rows each rank sends, by rank.
+        group: The process group.
+
+    Returns:
+        A tensor of shape (rows of all ranks, elements), in the order of ranks, which is
+        valid once the work has been waited for; and that work.
+    """
+    ranks, _, width = slices.shape
+    arrived = slices.new_empty(sum(counts), width)
+    to_send = [slices[0].numel()] * ranks
+    to_get = [count * width for count in counts]
+    options = dist.AllToAllOptions()
+    work: Work = group.alltoall_base(
+        arrived.view(-1), slices.view(-1), to_get, to_send, options
+    )
+    return arrived, work
+
+
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Gather a row from every rank, as `start_gathering` does, and wait for them."""
     rows, work = start_gathering(row, group)

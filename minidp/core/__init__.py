@@ -55,6 +55,7 @@ from .averaging import Averaging
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
+from .exchange import Exchange
 from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals
@@ -67,7 +68,14 @@ from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Reducer
 from .sparse_bucket import empty_sparse
 
-__all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
+__all__ = [
+    "Averaging",
+    "BucketQueue",
+    "BucketState",
+    "EveryParameter",
+    "Exchange",
+    "GradHook",
+]
 __all__ += [
     "NO_TASK",
     "DenseBucket",

@@ -29,7 +29,7 @@ import torch
 
 from minidp import comm
 from minidp.hooks import BucketInfo, CommHook
-from minidp.layout import Layout
+from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import SharedBuffer, share
 
 from .exchange import Exchange
@@ -157,6 +157,32 @@ class Averaging:
         for each, shared in zip(exchanges, found[len(dense) :], strict=True):
             each.use(shared)
         return found[: len(dense)]
+
+    def complete(self, plan: BucketPlan, views: Sequence[torch.Tensor]) -> None:
+        """Add to a full bucket, before it is launched, what this rank has beside it.
+
+        Here there is nothing. Logical ranks have the sums of those that came before.
+
+        Args:
+            plan: Which parameters the bucket has.
+            views: The view of its buffer for each of them.
+        """
+
+    def reduce(
+        self, plan: BucketPlan, payload: torch.Tensor, shared: SharedBuffer | None
+    ) -> comm.Work:
+        """Start to add up a bucket over all ranks, in place, and return the work.
+
+        All ranks must call it, for the same buckets in the same order.
+
+        Args:
+            plan: Which parameters the bucket has.
+            payload: What is added up: the flat buffer, or a sparse gradient.
+            shared: The memory of the buffer, if all ranks map it.
+        """
+        if shared is None:
+            return comm.all_reduce(payload, self._communicator.group)
+        return shared.all_reduce()
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:

@@ -184,10 +184,8 @@ class Bucket(ABC):
                 info = averaging.bucket_info(number, is_last=is_last)
                 shown = GradBucket(self.plan, self.payload, self.params, info)
                 self.work = hook.start(shown, self.names, communicator.rank)
-            elif self.shared is None:
-                self.work = comm.all_reduce(self.payload, communicator.group)
             else:
-                self.work = self.shared.all_reduce()
+                self.work = averaging.reduce(self.plan, self.payload, self.shared)
             communicator.note_started(self.work, self.plan.device)
         if self.observers.is_timed:
             done = partial(self.observers.on_bucket_event, Moment.DONE, number)

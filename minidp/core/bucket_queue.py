@@ -79,7 +79,7 @@ class BucketQueue:
         self.next = 0  # the bucket to launch next
         self.home = HomeStreams(dict.fromkeys(spec.device for spec in specs))
         self.grad_store = GradStore()
-        self._summing: list[comm.Work] = []  # in shared memory: they need our help
+        self._summing: list[Any] = []  # works that go on only while somebody asks
         self.buckets: list[Bucket] = []
         if config.averages_items:
             items = ItemCounts(
@@ -152,14 +152,15 @@ class BucketQueue:
 
     def _launch(self, bucket: Bucket) -> None:
         self._tell_launching()
-        if self.checks_finite:
-            with bucket.on_stream():  # after the kernels that filled it
+        with bucket.on_stream():  # after the kernels that filled it
+            self.averaging.complete(bucket.plan, bucket.views)
+            if self.checks_finite:
                 self._check_finite(bucket, BEFORE)
         rest = range(bucket.plan.number + 1, len(self.buckets))
         has_hook = self.averaging.active_comm_hook is not None
         is_last = has_hook and all(later in self.skipped for later in rest)
         bucket.launch(self.averaging, is_last=is_last)
-        if bucket.shared is not None and bucket.work is not None:
+        if getattr(bucket.work, "needs_asking", False):
             self._summing.append(bucket.work)
 
     def _tell_launching(self) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import ParamSpec
 
-from minidp import accelerator
+from minidp import accelerator, logical
 from minidp.comm import (
     ProcessGroup,
     default_first_bucket_bytes,
@@ -30,6 +30,7 @@ from minidp.comm import (
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
+from minidp.logical import LogicalOptions
 from minidp.replica import (
     DETOUR,
     ManagedParameters,
@@ -38,7 +39,7 @@ from minidp.replica import (
     examine,
 )
 from minidp.shared_memory import sharing_mode
-from minidp.sync_batchnorm import refuse_torchs
+from minidp.sync_batchnorm import SyncBatchNorm, refuse_torchs
 from minidp.torch_compat import refuse_python_reducer
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Arguments:
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
     own: OwnOptions
+    logical: LogicalOptions | None
 
     @property
     def compared(self) -> dict[str, object]:
@@ -131,6 +133,7 @@ class Arguments:
             "bucket_layout": config.saved_layout,
             "check_replicas_every": self.own.check_replicas_every,
             "average_over": self.own.average_over,
+            "logical_ranks": self.logical and self.logical.number,
         }
 
 
@@ -190,7 +193,40 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         forward_sync=forward_sync,
         init_buffers=init_buffers,
         own=own,
+        logical=_logical(given, replica, forward_sync=forward_sync),
     )
+
+
+def _logical(
+    given: SimpleNamespace, replica: ManagedParameters, *, forward_sync: bool
+) -> LogicalOptions | None:
+    """Return the options of logical ranks, or None without any.
+
+    Raises:
+        TypeError, ValueError: The argument is bad, or something does not go with it.
+    """
+    if given.logical_ranks is None:
+        return None
+    options = logical.read(given.logical_ranks, torch.initial_seed())
+    named = dict(replica.module.named_buffers())
+    has_buffers = any(name not in replica.ignored for name in named)
+    layers = replica.module.modules()
+    norms = any(isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm) for layer in layers)
+    for is_wanted, name, why in (
+        (any(s.sparse for s in replica.specs), "a sparse gradient", "has no tree yet"),
+        (norms, "SyncBatchNorm", "needs the batches of all logical ranks at once"),
+        (
+            has_buffers and not forward_sync,
+            "forward_sync_buffers=False",
+            "would give each rank the module buffers of other logical ranks",
+        ),
+    ):
+        if is_wanted:
+            raise ValueError(
+                f"logical_ranks does not go with {name}, which {why}. What to do: "
+                "leave one of the two out."
+            )
+    return options
 
 
 def _flag(name: str, value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
@@ -38,7 +38,7 @@ from minidp.hooks import CommHook, Hook
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
 
-from . import arguments, items, parts
+from . import arguments, items, logical_ranks, parts
 from .agree_on_group import agree_and_reset
 from .copy_state import check_root, compare_or_copy
 from .inputs import moved
@@ -63,6 +63,14 @@ else:
         __class_getitem__ = classmethod(types.GenericAlias)
 
 
+# Properties that raise an UnavailableError, which says why there is no value.
+_MAY_HAVE_NO_VALUE: Mapping[str, Callable[[Any], Any]] = {
+    "item_totals": items.item_totals,
+    "logical_block": logical_ranks.logical_block,
+    "logical_state": logical_ranks.logical_state,
+}
+
+
 # Next in its ``__mro__`` is nn.Module, as with torch's class: code derived from that
 # calls ``super(DistributedDataParallel, self).__init__()`` to reach it. In `swapping` a
 # class with another name gets the same body: use no ``super()`` without arguments.
@@ -76,6 +84,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     - `no_sync`: accumulate gradients without communication.
     - `join`: ranks may run out of data at different times.
+    - `each_logical_rank`: the same bits on any number of ranks.
     - `count_items`, `weigh_loss`: average over items; ranks may have unequally many.
     - `register_comm_hook`: compress gradients, or average in another way.
     - `sync_gradients`: average what local backwards have left in ``.grad``.
@@ -141,6 +150,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         average_over: "ranks" takes the mean of the ranks' gradients. "items" takes the
             mean over all items (tokens, samples ...) that the ranks count by
             `count_items` or `weigh_loss`.
+        logical_ranks: Into how many logical ranks a step is divided, whatever the
+            number of ranks, or `logical_state` of an earlier run. The training then has
+            the same bits on any number of ranks: see `each_logical_rank`.
 
     Raises:
         ValueError, TypeError, RuntimeError: An argument is bad, as in torch.
@@ -156,7 +168,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     _has_begun_join = False  # a join() has begun, once
     _not_copied: tuple[str, ...] = (  # a copy makes its own
         *("process_group", "device_mesh", "_given", "_join_config"),
-        *("_reducer", "_guard", "_replication", "logger"),
+        *("_reducer", "_guard", "_replication", "_logical", "logger"),
     )
 
     @arguments.suggesting
@@ -190,6 +202,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_finite_grads: bool = False,
         bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         average_over: AverageOver = "ranks",
+        logical_ranks: int | Mapping[str, Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -209,6 +222,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         try:
             vars(self._given).update(replacements())
             checked = arguments.check(self.module, self._given)
+            logical_ranks.check(self, checked)
         except Exception as error:
             if init_sync:  # the other ranks wait for us: tell them why we leave
                 device = arguments.some_device(self.module)
@@ -217,6 +231,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
+        if init_sync:
+            logical_ranks.connect(self)
         self._guard.expect_death(lifetime_of_default_group())
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
@@ -244,6 +260,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         with without_user_modes():
             built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication = built
+        self._logical = logical_ranks.build(self, checked.logical)
         self.logger = torch_compat.LoggingData(self)
         is_unused_found = config.find_unused_parameters
         if torch_compat.logs_unused(find_unused_parameters=is_unused_found):
@@ -305,6 +322,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         if with_grad:
             self._reducer.queue.observers.on_step_event(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(module)
+            if self._logical is not None:
+                self._logical.refuse_forward()
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
         reduces = with_grad and self.require_backward_grad_sync
@@ -407,6 +426,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         if self._reducer.phase.is_idle and not averaging.no_shared_memory:
             self._reducer.adopt(self._reducer.queue.layout)  # a hook may resize buckets
 
+    each_logical_rank = logical_ranks.each_logical_rank
+    logical_block = property(logical_ranks.logical_block)
+    logical_state = property(logical_ranks.logical_state)
     count_items, weigh_loss = items.count_items, items.weigh_loss
     item_totals = property(items.item_totals)
 
@@ -415,8 +437,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         def __getattr__(self, name: str) -> Any:
             # Python asks here once more for a property that raised an AttributeError.
             # nn.Module's own error would not say why there is no value.
-            if name == "item_totals":
-                return items.item_totals(self)
+            if name in _MAY_HAVE_NO_VALUE:
+                return _MAY_HAVE_NO_VALUE[name](self)
             return nn.Module.__getattr__(self, name)
 
     def step_in_backward(
@@ -455,6 +477,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             CollectiveError: Other ranks do not call this in time.
         """
         refuse_forward(self._reducer)
+        logical_ranks.refuse(self, "sync_gradients()")
         self._replication.postpone_comparison()
         with without_user_modes(keeps_inference=True):
             average_now(self._reducer)
@@ -500,6 +523,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self.require_backward_grad_sync = True
         self._guard.reset()
         self._replication.connect(self.module)
+        logical_ranks.connect(self)
         stop_joining(self)
         compare_or_copy(self, copy_from, wrong)
 
@@ -543,6 +567,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             RuntimeError: A rank ran out, with ``throw_on_early_termination``.
             CollectiveError: A rank raised or died; call `reset` on all ranks.
         """
+        logical_ranks.refuse(self, "join()")
         return joining(
             self,
             divide_by_initial_world_size=divide_by_initial_world_size,

@@ -193,9 +193,9 @@ class Guard:
             self.reducer.communicator.note_step()
             self._check_averages()
         step = StepCheck(self, optimizer, last)
+        if is_ours and self.precondition is not None:
+            self.precondition()
         if ledger.sync_enabled:
-            if is_ours and self.precondition is not None:
-                self.precondition()
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
             if is_ours and in_closure:  # the closure may call the model once more

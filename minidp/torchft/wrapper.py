@@ -191,6 +191,8 @@ class _ByContributors(Averaging, Observer):
         Raises:
             UnsyncedGradientsError: The manager has not committed it.
         """
+        if not self._reducer.ledger.sync_enabled:  # a local step
+            return
         step, rank = self._quorum.step, self._quorum.rank
         if self._quorum.manager.current_step() == step:
             what = f"An optimizer steps, but the manager has not committed step {step}."

@@ -440,10 +440,36 @@ def views_of_lazy_buckets(run: Run) -> Tensors:
     return run.train(run.wrap(net().to(run.device()), **options, **SMALL))
 
 
+def logical_ranks(run: Run, number: int = 4, **options: Any) -> Tensors:
+    """Logical ranks, which on two ranks are one sum on each."""
+    module = conv_net().to(run.device())
+    options = {"logical_ranks": number} | SMALL | options
+    model = run.wrap(module, **options)
+
+    def step(n: int) -> None:
+        for leaf in model.each_logical_rank():
+            x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(leaf))
+            x = x.pin_memory().to(run.device(), non_blocking=True)
+            (model(x) + n).square().mean().backward()
+
+    return run.train(model, step=step)
+
+
+def logical_ranks_with_several_sums(run: Run) -> Tensors:
+    """Two sums on one rank and two on the other, so that an order has to be kept."""
+    return logical_ranks(run, 5)
+
+
+def logical_ranks_and_views(run: Run) -> Tensors:
+    """The sums of logical ranks are written to gradients in place."""
+    return logical_ranks(run, 5, gradient_as_bucket_view=True)
+
+
 OURS = (
     *(steps_in_backward, attached, items, replicas_checked, finite),
     *(items_on_two_devices, items_counted_on_another_device),
     *(unused_views_on_another_device, raised_and_reset),
     *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
+    *(logical_ranks, logical_ranks_with_several_sums, logical_ranks_and_views),
 )

@@ -34,6 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "console": {"errors"},
     "_version": set(),
     "accelerator": set(),
+    "randomness": {"accelerator"},
     "trace": set(),
     "world": set(),
     "config": set(),
@@ -47,13 +48,14 @@ ROOMS: dict[str, set[str]] = {
     "core": {"comm", "hooks", "shared_memory", "layout", "native"} | TOP,
     "replica": {"core", "hooks", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
+    "logical": {"core", "comm", "hooks", "shared_memory", "layout", "randomness"} | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
     "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
     "torch_compat": {"guard", "replica", "core", "comm", "hooks", "comm_hooks"} | TOP,
     "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
-    | {"hooks", "shared_memory", "layout", "replica", "sync_batchnorm"}
+    | {"hooks", "shared_memory", "layout", "replica", "sync_batchnorm", "logical"}
     | TOP,
     "torchft": {"data_parallel", "core", "comm", "shared_memory", "layout"} | TOP,
     "attachment": {"data_parallel", "guard", "replica", "core", "hooks", "errors"},
@@ -65,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
     "doctor": {"attachment", "data_parallel", "replica", "core", "comm"}
-    | {"shared_memory"}
+    | {"shared_memory", "randomness"}
     | TOP,
     "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,
     "__init__": {

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -19,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import accelerator
+from minidp import accelerator, randomness
 from minidp.attachment import attached_to, straight_on
 from minidp.config import hint_from_outside
 from minidp.core import find_tensors, reachable_nodes
@@ -195,15 +193,12 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     """
     norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
     synced = [layer for layer in norms if layer.training]
-    old_random, old_numpy = random.getstate(), np.random.get_state()
     try:
         for layer in synced:
             layer.training = False
-        with accelerator.forked_random():
+        with randomness.kept():
             yield
     finally:
-        random.setstate(old_random)
-        np.random.set_state(old_numpy)
         for layer in synced:
             layer.training = True
 

@@ -1,8 +1,12 @@
 #include "random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/library.h>
 
 #include <array>
+#include <tuple>
 
 #include "stream.h"
 
@@ -47,6 +51,20 @@ class Generator final : public c10::GeneratorImpl {
   }
 };
 
+// The operator has no argument for a generator, so that the CPU's kernel would take the CPU's own,
+// when it runs. Composed of others, which take the device's at their launch.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  const auto flags = input.options().dtype(at::kBool);
+  if (!train.value_or(true)) {
+    return {input.clone(), at::ones_like(input, flags)};
+  }
+  const double kept = 1.0 - p;
+  auto mask = at::empty_like(input, flags).bernoulli_(kept);
+  auto output = input.mul(mask).mul_(kept == 0 ? 0.0 : 1.0 / kept);
+  return {output, mask};
+}
+
 }  // namespace
 
 const at::Generator& default_generator(int device) {
@@ -67,6 +85,10 @@ at::Generator inner(const at::Generator& generator) {
   const auto* ours = dynamic_cast<const Generator*>(generator.unsafeGetGeneratorImpl());
   TORCH_CHECK(ours, "sim: expected a generator of the device, found one of ", generator.device());
   return ours->inner;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_dropout", native_dropout);
 }
 
 }  // namespace sim

@@ -1,0 +1,177 @@
+"""Train by logical ranks: the methods of `DataParallel` for ``logical_ranks``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from minidp.console import warn
+from minidp.core import without_user_modes
+from minidp.errors import LogicalRankError, UnavailableError, explain
+from minidp.logical import LogicalOptions, LogicalRanks, conditions
+
+from .sync_gradients import failing
+
+if TYPE_CHECKING:
+    from .arguments import Arguments
+    from .replication import Replication
+    from .wrapper import DataParallel
+
+
+def each_logical_rank(self: DataParallel) -> Iterator[int]:
+    """Go through the logical ranks of this rank, one training step at a time.
+
+    The body trains on the samples of one logical rank, and the optimizer steps after
+    the loop::
+
+        model = minidp.DataParallel(net, logical_ranks=8)
+        for step in range(steps):
+            for leaf in model.each_logical_rank():
+                x, y = batches_of[leaf][step]
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    After the loop ``.grad`` is the mean over all logical ranks (with
+    ``average_over="items"`` over all items), and has the same bits on any number of
+    ranks up to that of logical ranks. All ranks run the loop together. In the body of
+    each turn module buffers are those of the step's beginning, and random numbers
+    depend on seed, step and logical rank alone; after the loop generators are as before
+    it. Of several backwards in one turn all but the last belong into `no_sync`.
+
+    Returns:
+        An iterator over the numbers of this rank's logical ranks, in ascending order.
+
+    Raises:
+        LogicalRankError: The model has no logical ranks; the last loop was left early;
+            or, in the loop, a logical rank has not done what is said here.
+    """
+    return _of(self, "each_logical_rank").each()
+
+
+def logical_block(self: DataParallel) -> range:
+    """The numbers of the logical ranks that this rank does, in each step the same.
+
+    Raises:
+        UnavailableError: The model has no logical ranks. It is an AttributeError, too.
+    """
+    return _of(self, "logical_block", UnavailableError).block
+
+
+def logical_state(self: DataParallel) -> dict[str, Any]:
+    """What a checkpoint needs to go on with the same bits, as plain data.
+
+    Pass it as ``logical_ranks`` to the wrapper that resumes, on any number of ranks. It
+    has the number of logical ranks, the seed of their random numbers, the number of the
+    next step, and under "conditions" what else decides about bits; a warning names what
+    of this differs at the resume.
+
+    Raises:
+        UnavailableError: The model has no logical ranks. It is an AttributeError, too.
+    """
+    mine = _of(self, "logical_state", UnavailableError)
+    options = mine.options
+    return {
+        "number": options.number,
+        "seed": options.seed,
+        "first_step": mine.step,
+        "conditions": conditions(self.device),
+    }
+
+
+def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | None:
+    """Return the logical ranks of a wrapper, or None if it has none."""
+    if options is None:
+        return None
+    wrapper: Any = weakref.proxy(ddp)  # which has what is built here
+
+    def switch(*, enabled: bool) -> None:
+        wrapper.require_backward_grad_sync = enabled
+
+    def sync_buffers() -> Mapping[str, Tensor]:
+        replication: Replication = wrapper._replication
+        if wrapper.will_sync_module_buffers():
+            with (
+                failing(wrapper._reducer, only_with_group=True),
+                without_user_modes(keeps_inference=True),
+            ):
+                replication.broadcast_buffers(wrapper.module)
+            wrapper.require_forward_param_sync = False
+        return replication.buffers
+
+    built = LogicalRanks(ddp._reducer, options, switch, sync_buffers)
+    ddp._guard.precondition = built.refuse_step
+    return built
+
+
+def check(ddp: DataParallel, checked: Arguments) -> None:
+    """Check that the ranks of the wrapper's group can do the logical ranks.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    options, size = checked.logical, ddp.process_group.size()
+    if options is None:
+        return
+    if size > options.number:
+        raise ValueError(
+            f"logical_ranks={options.number} leaves nothing to do for some of {size} "
+            "ranks. What to do: pass at least as many logical ranks as there will ever "
+            "be ranks, or start fewer ranks."
+        )
+    given = ddp._given.logical_ranks
+    then = given.get("conditions", {}) if isinstance(given, Mapping) else {}
+    now = conditions(checked.devices.device)
+    changed = [
+        f"{name} (was {then[name]}, is {now[name]})"
+        for name in now
+        if then.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        warn(
+            "This run will not have the bits of the one that it resumes, because "
+            f"something else has changed: {', '.join(changed)}."
+        )
+
+
+def connect(ddp: DataParallel) -> None:
+    """Agree on rank 0's seed, and connect the ranks; all call it together."""
+    mine = ddp._logical
+    if mine is not None:
+        mine.connect()
+        ddp._given.logical_ranks = asdict(mine.options)  # for copies
+
+
+def refuse(ddp: DataParallel, what: str) -> None:
+    """Refuse what does not go with logical ranks.
+
+    Raises:
+        LogicalRankError: The model has logical ranks.
+    """
+    if ddp._logical is not None:
+        raise LogicalRankError(
+            explain(
+                ddp._reducer.rank,
+                f"{what} does not go with logical ranks: what a rank does by itself "
+                "would depend on the number of ranks.",
+                remedy="leave it out, or leave out logical_ranks",
+            )
+        )
+
+
+def _of(
+    ddp: DataParallel, name: str, kind: type[Exception] = LogicalRankError
+) -> LogicalRanks:
+    if ddp._logical is None:
+        raise kind(
+            explain(
+                ddp._reducer.rank,
+                f"{name} is for models with logical ranks, and this one has none.",
+                remedy="pass logical_ranks=N to the constructor, on all ranks",
+            )
+        )
+    return ddp._logical

@@ -1,0 +1,323 @@
+"""Reduce buckets in the order of the tree, whatever the number of ranks.
+
+An all-reduce adds in an order of its own. Where two ranks bring one sum each, that does
+not matter, because a + b is b + a. In all other cases each rank adds up a slice of the
+bucket for all ranks, in the order of the tree::
+
+    all-to-all     rank r gets slice r of all pieces of all ranks
+    tree           and adds them up
+    all-gather     every rank gets the sums of all slices
+
+If each rank brings one piece, these are the bytes of a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from minidp import accelerator, comm, world
+from minidp.comm import ProcessGroup
+from minidp.core import Averaging, Exchange
+from minidp.errors import GradientError, explain
+from minidp.hooks import CommHook
+from minidp.layout import BucketPlan, Layout
+from minidp.shared_memory import SharedBuffer
+
+from .partial_sums import PartialSums
+from .tree import Node, Sums, adds_pairs, block, cover
+
+_POLL_SECONDS, _SLICE_SECONDS = 0.001, 0.5
+
+
+class TreeAveraging(Averaging):
+    """Averages over logical ranks, in place of the reducer's own `Averaging`.
+
+    Args:
+        before: What the reducer has, whose communicator and counts of items it takes
+            over.
+        leaves: How many logical ranks there are.
+        partial: The sums of those that this rank has done in this step.
+        communicator: The communicator of the ranks.
+    """
+
+    def __init__(
+        self,
+        before: Averaging,
+        leaves: int,
+        partial: PartialSums,
+        communicator: comm.Communicator,
+    ) -> None:
+        super().__init__(communicator, before.device, batched=False)
+        self.items = before.items
+        self._leaves, self._partial = leaves, partial
+        ranks = communicator.size
+        # The nodes of the pieces that each rank brings, by rank.
+        self._nodes = [cover(leaves, block(leaves, ranks, r)) for r in range(ranks)]
+        # Whether an all-reduce adds in the order of the tree.
+        self._adds_pairs = adds_pairs(leaves, communicator.size)
+        self._before: HostSum | None = None  # the bucket that was launched before
+
+    @property
+    def divisor(self) -> int:
+        """The number by which gradients are divided before they travel."""
+        return 1
+
+    @property
+    def scale(self) -> float | Tensor:
+        """By what the sum over all logical ranks is multiplied."""
+        return 1.0 / self._leaves if self.items is None else self.items.scale
+
+    def connect(self) -> None:
+        """Create what sums need; all ranks call it, and wait for each other."""
+        if not self._adds_pairs and self.device.type == "cpu":
+            with self._communicator.blocking("connecting the ranks for their sums"):
+                _group_of_gathers(self._communicator.group)
+
+    def begin(self) -> None:
+        """Begin a backward, whose first bucket follows no other one."""
+        super().begin()
+        self._before = None
+
+    def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+        """Add the sums of this rank's other logical ranks to a full bucket.
+
+        Raises:
+            GradientError: Gradients have a graph of their own (``create_graph=True``).
+        """
+        if torch.is_grad_enabled():
+            raise GradientError(
+                explain(
+                    self._communicator.rank,
+                    "A backward with create_graph=True ran in the last logical rank: "
+                    "sums over logical ranks have no graph.",
+                    names=[f"those of bucket {plan.number}"],
+                    remedy="use torch.autograd.grad for a penalty, and call backward() "
+                    "of the loss without create_graph",
+                )
+            )
+        self._partial.add_to_bucket(plan, views)
+
+    def reduce(
+        self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
+    ) -> comm.Work:
+        """Start to add up a bucket over all ranks, in place."""
+        if self._adds_pairs:
+            return super().reduce(plan, payload, shared)
+        pieces = [*self._partial.pieces(plan, payload), payload]
+        group = self._communicator.group
+        slices = _Slices(pieces, self._nodes, self._leaves, group)
+        if not payload.is_cpu:
+            return StreamSum(slices)
+        self._before = HostSum(slices, self._before)
+        return self._before
+
+    def register(self, hook: CommHook) -> None:
+        """Refuse a comm hook.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"The comm hook {hook.name} cannot be registered: a hook averages what "
+            "each rank has in its buckets, and cannot know in which order the gradients"
+            " of logical ranks have to be added. What to do: use no hook, or leave out "
+            "logical_ranks."
+        )
+
+    def share(
+        self, layout: Layout, exchanges: Sequence[Exchange], *, asks: bool
+    ) -> list[SharedBuffer]:
+        """Share buckets as without logical ranks, if the sum of two is all there is."""
+        if self._adds_pairs:
+            return super().share(layout, exchanges, asks=asks)
+        self.no_shared_memory = "sums over logical ranks have an order of their own"
+        return []
+
+
+class _Slices:
+    """How a bucket is cut into a slice for each rank, and its sums are put together.
+
+    Args:
+        pieces: What this rank brings, each of the payload's shape; the last one is the
+            payload, which gets the sum.
+        nodes: The nodes of the pieces of all ranks, by rank.
+        leaves: How many logical ranks there are.
+        group: The process group.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Tensor],
+        nodes: Sequence[Sequence[Node]],
+        leaves: int,
+        group: ProcessGroup,
+    ) -> None:
+        self.pieces, self._nodes, self._leaves = pieces, nodes, leaves
+        self.group = group
+        self.payload = pieces[-1]
+        # Of a slice. The last slices may be shorter, and are filled up with zeros.
+        self._width = -(-self.payload.numel() // len(nodes))
+
+    def exchange(self) -> tuple[Tensor, comm.Work]:
+        """Start to give each rank its slice of all pieces, and to get ours.
+
+        Returns:
+            This rank's slices of all pieces, valid after the work; and the work.
+        """
+        ranks = len(self._nodes)
+        slices = self.payload.new_zeros(ranks, len(self.pieces), self._width)
+        for number, piece in enumerate(self.pieces):
+            for rank, part in enumerate(piece.split(self._width)):
+                slices[rank, number, : len(part)] = part
+        self.pieces = ()  # they need no memory any more
+        counts = [len(each) for each in self._nodes]
+        return comm.start_exchange(slices, counts, self.group)
+
+    def add_up(self, arrived: Tensor) -> Tensor:
+        """Return the sum of a slice of all pieces, which `exchange` has brought."""
+        sums: Sums[Tensor] = Sums(self._leaves, Tensor.add_)
+        rows = iter(arrived.unbind())
+        for nodes in self._nodes:
+            for node in nodes:
+                sums.add(node, next(rows))
+        ((_, total),) = sums.open
+        return total
+
+    def put_together(self, rows: Tensor) -> None:
+        """Write the sums of all slices to the payload."""
+        self.payload.copy_(rows.view(-1)[: self.payload.numel()])
+
+
+class StreamSum:
+    """The sum of a bucket on a device, as a work: streams wait, and no host.
+
+    All of it is queued at once, on a stream of its own, so that a backward goes on.
+
+    Args:
+        slices: The bucket.
+    """
+
+    def __init__(self, slices: _Slices) -> None:
+        device = slices.payload.device
+        filled = accelerator.After(device)
+        with accelerator.on_side_stream(device, "sums over logical ranks"):
+            filled.hold_back()
+            accelerator.use_here(*slices.pieces)
+            arrived, work = slices.exchange()
+            comm.wait_for(work)
+            rows, last = comm.start_gathering(slices.add_up(arrived), slices.group)
+            self.get_future = last.get_future
+            comm.wait_for(last)
+            slices.put_together(rows)
+            self._end = accelerator.After(device)
+
+    def is_completed(self) -> bool:
+        """Return whether the device has written the sum."""
+        return self._end.has_come()
+
+    def wait(self) -> None:
+        """Let the current stream wait for the sum."""
+        self._end.hold_back()
+
+
+class HostSum:
+    """The sum of a bucket on the CPU, as a work.
+
+    No thread drives it. It goes on whenever somebody waits for it, or asks whether it
+    is done.
+
+    Args:
+        slices: The bucket.
+        before: The sum that was started before this one. Its second message has to go
+            first on all ranks, because Gloo matches messages by their order.
+    """
+
+    can_time_out = True  # the host waits, and in slices of time
+    needs_asking = True  # or it does not go on
+
+    def __init__(self, slices: _Slices, before: HostSum | None) -> None:
+        self._slices, self._before = slices, before
+        self._error: Exception | None = None
+        self._is_done = False
+        self._future: Future[Any] | None = None
+        self._arrived, self._first = slices.exchange()
+        self._second: comm.Work | None = None  # the all-gather
+
+    def is_completed(self) -> bool:
+        """Do what can be done now, and return whether the sum is there, or failed."""
+        return self.is_done_within(0.0)
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait at most so long, and return whether the sum is there, or failed."""
+        deadline = world.now() + seconds
+        while not self._advance():
+            if world.now() >= deadline:
+                return False
+            world.sleep(_POLL_SECONDS)
+        return True
+
+    def wait(self) -> None:
+        """Wait until the sum is in the payload.
+
+        Raises:
+            RuntimeError: A message has failed.
+        """
+        while not self.is_done_within(_SLICE_SECONDS):
+            pass  # the messages end at the group's timeout
+        if self._error is not None:
+            raise self._error
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of None, which only the other methods here complete."""
+        if self._future is None:
+            self._future = Future()
+            if self._is_done:
+                self._future.set_result(None)
+        return self._future
+
+    def _advance(self) -> bool:
+        if self._is_done or self._error is not None:
+            return True
+        try:
+            self._is_done = self._has_second() and self._has_ended()
+        except RuntimeError as error:  # raised by whoever waits for the sum
+            self._error = error
+            return True
+        if self._is_done and self._future is not None:
+            self._future.set_result(None)
+        return self._is_done
+
+    def _has_second(self) -> bool:
+        """Start the all-gather if it is its turn, and return whether it is started."""
+        if self._second is not None:
+            return True
+        if self._before is not None:
+            if not self._before._has_second():
+                return False
+            self._before = None
+        if not self._first.is_completed():
+            return False
+        self._first.wait()
+        mine = self._slices.add_up(self._arrived)
+        # Not in the group of the first messages: ranks may come to this one before, or
+        # after, they launch the next bucket.
+        gathers = _group_of_gathers(self._slices.group)
+        self._rows, self._second = comm.start_gathering(mine, gathers)
+        return True
+
+    def _has_ended(self) -> bool:
+        assert self._second is not None
+        if not self._second.is_completed():
+            return False
+        self._second.wait()
+        self._slices.put_together(self._rows)
+        return True
+
+
+def _group_of_gathers(group: ProcessGroup) -> ProcessGroup:
+    return comm.side_group(group, "sums over logical ranks")

@@ -1,0 +1,67 @@
+"""The argument ``logical_ranks``, and what of a run decides about its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LogicalOptions:
+    """How many logical ranks there are, and where their random numbers begin.
+
+    Raises:
+        TypeError, ValueError: This is no such number.
+    """
+
+    number: int
+    seed: int = 0
+    first_step: int = 0  # how many steps earlier runs have made
+
+    def __post_init__(self) -> None:
+        if isinstance(self.number, bool) or not isinstance(self.number, int):
+            kind = type(self.number).__name__
+            raise TypeError(
+                "logical_ranks must be a number (int), or what model.logical_state "
+                f"returned, but got {self.number!r} ({kind})."
+            )
+        if self.number < 1:
+            raise ValueError(
+                f"logical_ranks must be at least 1, but got {self.number}."
+            )
+
+
+def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:
+    """Return the options for the argument ``logical_ranks``.
+
+    Args:
+        given: A number, or plain data of an earlier run (`state`).
+        seed: Where random numbers begin in a new run.
+
+    Raises:
+        TypeError, ValueError: It is neither.
+    """
+    if not isinstance(given, Mapping):
+        return LogicalOptions(given, seed)
+    try:
+        number, seed = given["number"], given["seed"]
+        return LogicalOptions(number, seed, given["first_step"])
+    except KeyError as error:
+        raise ValueError(
+            f"logical_ranks got a mapping without {error}: pass what "
+            "model.logical_state returned, or a number."
+        ) from None
+
+
+def conditions(device: torch.device) -> dict[str, str]:
+    """Return what else decides about bits, as texts by name."""
+    return {
+        "torch": torch.__version__,
+        "device": device.type,
+        "threads": str(torch.get_num_threads()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }

@@ -1,0 +1,40 @@
+"""Keep and seed every random generator that a training may use.
+
+These are torch's on the CPU and on each accelerator, Python's, and numpy's. Python and
+numpy have one global generator each; generators that a script makes for itself are its
+own affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from minidp import accelerator
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Let the block draw random numbers without any trace after it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with accelerator.forked_random():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed all generators from some integers, always in the same way."""
+    text = ",".join(map(str, numbers)).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1  # torch takes 63 bits on any device
+    torch.manual_seed(seed)  # also those of accelerators
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)

@@ -1,0 +1,117 @@
+"""A training by logical ranks has the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
+
+from minidp import DataParallel
+from tests.logical_ranks import trainings
+from tests.logical_ranks.trainings import STEPS, batch, net
+from tests.support.both import same
+
+NUMBERS = [1, 2, 3, 4, 5, 7, 8, 12]
+OPTIONS = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "one bucket": {"bucket_cap_mb": 25},
+    "lazy": {"lazy_bucket_allocation": True},
+    "batched": {"batched_grad_copy": True},
+    "auto": {"bucket_cap_mb": "auto"},
+    "finite": {"check_finite_grads": True, "check_replicas_every": 1},
+}
+FEATURES = {
+    "unused": trainings.unused,
+    "unused, views": partial(trainings.unused, gradient_as_bucket_view=True),
+    "unused, skipped": partial(trainings.unused, skip_all_reduce_unused_params=True),
+    "accumulates": trainings.accumulates,
+    "keeps": trainings.keeps,
+    "keeps views": partial(trainings.keeps, gradient_as_bucket_view=True),
+    "items": trainings.items,
+    "items, views": partial(trainings.items, gradient_as_bucket_view=True),
+    "steps inside": trainings.steps_inside,
+    "clips inside": partial(trainings.steps_inside, clip_grad_norm=0.1),
+    "scaled": trainings.scaled,
+    "float64": partial(trainings.of_dtype, dtype=torch.float64),
+    "bfloat16": partial(trainings.of_dtype, dtype=torch.bfloat16),
+    "complex": partial(trainings.of_dtype, dtype=torch.complex64),
+}
+
+
+def run(ctx, scenario, number):
+    return scenario(ctx, number)
+
+
+def check(pool, scenario, number, ranks=(2, 3, 4)):
+    """Compare several ranks with one process."""
+    (expected,) = pool.run(run, 1, scenario, number)
+    for size in ranks:
+        if size <= number:
+            for found in pool.run(run, size, scenario, number):
+                assert same(expected[: len(found)], found), f"{size} ranks"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_any_number_of_logical_ranks(pool, number):
+    check(pool, trainings.plain, number)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(pool, options):
+    check(pool, partial(trainings.plain, **options), 5)
+
+
+@pytest.mark.parametrize("number", [4, 6])
+@pytest.mark.parametrize("scenario", FEATURES.values(), ids=FEATURES)
+def test_features(pool, scenario, number):
+    check(pool, scenario, number, ranks=(2, 3))
+
+
+def test_buckets_change_no_bits(pool):
+    layouts = [{"bucket_cap_mb": cap} for cap in (0, 0.001, 0.01, 1)]
+    (first, *others) = [
+        pool.run(run, 3, partial(trainings.plain, **each), 7)[0] for each in layouts
+    ]
+    assert all(same(first, other) for other in others)
+
+
+def by_ddp(ctx, wrap, options):
+    """A training with one logical rank on each of two ranks, or with plain ranks."""
+    module = net()
+    model = wrap(module, process_group=ctx.group, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module.eval()  # torch's DDP has no random numbers of logical ranks
+    is_ours = "logical_ranks" in options
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank() if is_ours else [ctx.rank]:
+            model(batch(step, leaf)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainings.result(model, optimizer)
+
+
+def test_two_on_two_ranks_have_the_bits_of_torchs_ddp(pool):
+    theirs = pool.run(by_ddp, 2, TorchsDDP, {})
+    assert same(theirs, pool.run(by_ddp, 2, DataParallel, {"logical_ranks": 2}))
+    assert same(theirs[:1], pool.run(by_ddp, 1, DataParallel, {"logical_ranks": 2}))
+
+
+@given(
+    number=st.integers(1, 16),
+    size=st.integers(1, 4),
+    scenario=st.sampled_from(
+        [
+            *[partial(trainings.plain, **options) for options in OPTIONS.values()],
+            *FEATURES.values(),
+        ]
+    ),
+)
+@pytest.mark.laws
+def test_random_trainings(pool, number, size, scenario):
+    check(pool, scenario, number, ranks=[min(size, number)])

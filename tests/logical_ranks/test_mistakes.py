@@ -1,0 +1,251 @@
+"""What is refused with logical ranks, and mistakes in the loop."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import minidp
+from minidp import DataParallel, LogicalRankError, MiniDPError, ReplicaMismatchError
+from tests.logical_ranks.trainings import batch, net, wrapped
+from tests.support.both import same
+from tests.support.ranks import on_ranks
+
+
+def error_of(act, kind=LogicalRankError):
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)
+
+
+def trained(model, step=0, leaves=None):
+    for leaf in model.each_logical_rank():
+        if leaves is None or leaf in leaves:
+            model(batch(step, leaf)).square().mean().backward()
+
+
+# -------------------------------------------------------------------- the constructor
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (0, ValueError, "at least 1, but got 0"),
+        (True, TypeError, "must be a number (int)"),
+        ("8", TypeError, "got '8' (str)"),
+        ({"number": 3}, ValueError, "a mapping without 'seed'"),
+        (1, ValueError, "leaves nothing to do for some of 2 ranks"),
+    ],
+)
+@on_ranks(2)
+def test_an_argument_that_is_none(ctx, given, kind, text):
+    assert text in error_of(lambda: wrapped(ctx, net(), given), kind)
+
+
+@on_ranks(2)
+def test_ranks_with_other_numbers(ctx):
+    text = error_of(lambda: wrapped(ctx, net(), 4 + ctx.rank), ReplicaMismatchError)
+    assert "logical_ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (lambda: nn.Embedding(4, 2, sparse=True), {}, "a sparse gradient"),
+        (lambda: minidp.SyncBatchNorm(3), {}, "SyncBatchNorm"),
+        (net, {"forward_sync_buffers": False}, "forward_sync_buffers=False"),
+    ],
+    ids=["sparse", "sync", "buffers"],
+)
+def test_what_does_not_go_with_it(pool, make, options, text):
+    for found in pool.run(refused, 2, make.__name__ == "net", text, options):
+        assert found
+
+
+def refused(ctx, is_net, text, options):
+    modules = {"a sparse gradient": nn.Embedding(4, 2, sparse=True)}
+    module = modules.get(text, net() if is_net else minidp.SyncBatchNorm(3))
+    return text in error_of(lambda: wrapped(ctx, module, 4, **options), ValueError)
+
+
+@on_ranks(2)
+def test_no_comm_hook_can_be_registered(ctx):
+    model = wrapped(ctx, net(), 4)
+    hook = minidp.comm_hooks.bf16_compress_hook
+    text = error_of(lambda: model.register_comm_hook(None, hook), RuntimeError)
+    assert "bf16_compress_hook" in text
+    assert "in which order" in text
+
+
+@on_ranks(2)
+def test_methods_that_depend_on_the_number_of_ranks(ctx):
+    model = wrapped(ctx, net(), 4)
+    assert "sync_gradients()" in error_of(model.sync_gradients)
+    assert "join()" in error_of(model.join)
+
+
+@on_ranks(2)
+def test_a_model_without_logical_ranks(ctx):
+    model = DataParallel(net(), process_group=ctx.group)
+    assert "logical_ranks=N" in error_of(model.each_logical_rank)
+    assert not hasattr(model, "logical_state")
+
+
+# --------------------------------------------------------------------------- the loop
+
+
+@on_ranks(1, 2)
+def test_a_forward_outside_of_the_loop(ctx):
+    model = wrapped(ctx, net(), 4)
+    assert "outside of the loop" in error_of(lambda: model(batch(0, 0)))
+    with torch.no_grad():
+        model(batch(0, 0))
+    trained(model)
+
+
+@on_ranks(1, 2)
+def test_a_loop_that_is_left_early(ctx):
+    """On one rank; the others hear of it where they wait for that one."""
+    module = net()
+    model = wrapped(ctx, module, 4, hang_timeout=10)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = [param.detach().clone() for param in module.parameters()]
+
+    def step():
+        for leaf in model.each_logical_rank():
+            model(batch(0, leaf)).square().mean().backward()
+            if ctx.rank == 0:
+                break
+        optimizer.step()
+
+    text = error_of(step, MiniDPError)
+    assert "logical rank 0" in text
+    assert same(before, list(module.parameters()))
+    model.reset()
+    trained(model)
+    optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_the_loop_after_one_that_was_left_early(ctx):
+    model = wrapped(ctx, net(), 4)
+    for leaf in model.each_logical_rank():
+        model(batch(0, leaf)).square().mean().backward()
+        break
+    assert "was left in logical rank" in error_of(model.each_logical_rank)
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_steps_in_the_loop(ctx):
+    module = net()
+    model = wrapped(ctx, module, 4, hang_timeout=10)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            model(batch(0, leaf)).square().mean().backward()
+            optimizer.step()
+
+    assert "before the loop" in error_of(step)
+    model.reset()
+    trained(model)
+    optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_a_logical_rank_without_a_backward(ctx):
+    model = wrapped(ctx, net(), 4, hang_timeout=10)
+    first = model.logical_block[0]
+    text = error_of(lambda: trained(model, leaves={*range(4)} - {first}))
+    assert f"Logical rank {first} has ended without a gradient" in text
+    assert "0.weight" in text
+
+
+@on_ranks(1, 2)
+def test_a_last_logical_rank_that_does_not_reduce(ctx):
+    model = wrapped(ctx, net(), 4, hang_timeout=10)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            with model.no_sync():
+                model(batch(0, leaf)).square().mean().backward()
+
+    assert "has not reduced" in error_of(step)
+
+
+@on_ranks(1, 2)
+def test_a_logical_rank_that_is_done_twice(ctx):
+    model = wrapped(ctx, net(), 4, hang_timeout=10)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            for _ in range(2):
+                model(batch(0, leaf)).square().mean().backward()
+
+    assert "A second backward reduces in logical rank" in error_of(step)
+
+
+@on_ranks(1, 2)
+def test_a_backward_with_a_graph_of_its_own(ctx):
+    model = wrapped(ctx, net(), 4, hang_timeout=10)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            model(batch(0, leaf)).square().mean().backward(create_graph=True)
+
+    assert "graph of their own" in error_of(step)
+
+
+@on_ranks(1, 2)
+def test_after_reset_the_step_is_the_same(ctx):
+    """An error in the loop leaves no trace in gradients, buffers or random numbers."""
+    module, twin = net(), net()
+    model = wrapped(ctx, module, 4, hang_timeout=10)
+    plainly = wrapped(ctx, twin, 4)
+    random.seed(1)
+    torch.manual_seed(1)
+
+    def fails():
+        for leaf in model.each_logical_rank():
+            model(batch(0, leaf)).square().mean().backward()
+            if leaf % 2 == 0:
+                raise ValueError("out of luck")
+
+    error_of(fails, ValueError)
+    model.reset()
+    module.zero_grad()
+    assert (random.random(), float(torch.rand(()))) == drawn(1)
+    trained(model)
+    trained(plainly)
+    grads = [[p.grad for p in each.parameters()] for each in (module, twin)]
+    assert same(*grads)
+    assert same(list(module.buffers()), list(twin.buffers()))
+
+
+def drawn(seed):
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return random.random(), float(torch.rand(()))
+
+
+@on_ranks(1, 2)
+def test_random_numbers_outside_are_those_without_a_loop(ctx):
+    model = wrapped(ctx, net(), 4)
+    random.seed(2)
+    torch.manual_seed(2)
+    trained(model)
+    assert (random.random(), float(torch.rand(()))) == drawn(2)
+
+
+@on_ranks(2)
+def test_a_copy_has_the_same_logical_ranks(ctx):
+    model = wrapped(ctx, net(), 4)
+    twin = copy.deepcopy(model)
+    trained(model)
+    trained(twin)
+    both = [[p.grad for p in each.parameters()] for each in (model, twin)]
+    assert same(*both)

@@ -1,0 +1,186 @@
+"""Trainings by logical ranks: what is trained depends on no rank's number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from minidp import DataParallel
+
+STEPS = 4
+SMALL = {"bucket_cap_mb": 2 / 1024}  # several buckets
+Scenario = Callable[[Any, int], list[torch.Tensor]]  # of a context, logical ranks
+
+
+def batch(step: int, leaf: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + leaf)
+    return torch.randn(shape or (5, 12), generator=generator)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(0.3)),
+        *(nn.Linear(30, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 3)),
+    )
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, which depends on step and logical rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 2)
+        self.sides = nn.ModuleList(nn.Linear(12, 12) for _ in "ab")
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, side: int) -> Any:
+        return self.last(self.sides[side](self.first(x)).relu())
+
+
+def wrapped(ctx: Any, module: nn.Module, number: Any, **options: Any) -> DataParallel:
+    torch.manual_seed(3 if ctx.rank == 0 else 3 + random.randrange(99))
+    return DataParallel(
+        module, process_group=ctx.group, logical_ranks=number, **{**SMALL, **options}
+    )
+
+
+def result(model: DataParallel, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return parameters, the optimizer's state, and on rank 0 module buffers."""
+    found = [param.detach().clone() for param in model.module.parameters()]
+    for state in optimizer.state.values():
+        found += [each.clone() for each in state.values() if torch.is_tensor(each)]
+    return found
+
+
+def buffers(model: DataParallel) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in model.module.buffers()]
+
+
+def plain(ctx: Any, number: Any, **options: Any) -> list[Any]:
+    """Train with any options; the module has buffers, and draws random numbers."""
+    module = net()
+    model = wrapped(ctx, module, number, **options)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    found = []
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            loss = model(batch(step, leaf)).square().mean()
+            noise = random.random() + np.random.random() + float(torch.rand(()))
+            (loss * noise).backward()
+        found += [param.grad.clone() for param in module.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    found += result(model, optimizer)
+    return found if ctx.rank else found + buffers(model)
+
+
+def unused(ctx: Any, number: int, **options: Any) -> list[Any]:
+    module = Branches()
+    model = wrapped(ctx, module, number, find_unused_parameters=True, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            side = (leaf + step) % 3 == 0
+            model(batch(step, leaf), int(side)).square().mean().backward()
+        assert module.never.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def accumulates(ctx: Any, number: int, **options: Any) -> list[Any]:
+    """Several micro-batches in each logical rank, unequally many."""
+    module = net()
+    model = wrapped(ctx, module, number, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            count = 1 + (leaf + step) % 3
+            for micro in range(count):
+                is_last = micro == count - 1
+                with nullcontext() if is_last else model.no_sync():
+                    x = batch(step, 100 * leaf + micro)
+                    (model(x).square().mean() / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def keeps(ctx: Any, number: int, **options: Any) -> list[Any]:
+    """Gradients stay, as zeros or as averages of an earlier step."""
+    module = net()
+    model = wrapped(ctx, module, number, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            model(batch(step, leaf)).square().mean().backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return result(model, optimizer)
+
+
+def items(ctx: Any, number: int, **options: Any) -> list[Any]:
+    module = net()
+    model = wrapped(ctx, module, number, average_over="items", **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            count = 2 + (3 * leaf + step) % 5
+            x = batch(step, leaf, count, 12)
+            model.weigh_loss(model(x).square().mean(), count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def steps_inside(ctx: Any, number: int, **options: Any) -> list[Any]:
+    module = net()
+    model = wrapped(ctx, module, number)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    model.step_in_backward(optimizer, **options)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            model(batch(step, leaf)).square().mean().backward()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def scaled(ctx: Any, number: int) -> list[Any]:
+    """A GradScaler, whose third step is skipped."""
+    module = net()
+    model = wrapped(ctx, module, number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch(step, leaf)).square().mean()
+            if step == 2 and leaf == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*result(model, optimizer), torch.tensor(scaler.get_scale())]
+
+
+def of_dtype(ctx: Any, number: int, dtype: torch.dtype) -> list[Any]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 3)).to(dtype)
+    model = wrapped(ctx, module, number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            model(batch(step, leaf).to(dtype)).abs().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
