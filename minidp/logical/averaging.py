@@ -110,7 +110,7 @@ class TreeAveraging(Averaging):
             return super().reduce(plan, payload, shared)
         pieces = [*self._partial.pieces(plan, payload), payload]
         group = self._communicator.group
-        slices = _Slices(pieces, self._nodes, self._leaves, group)
+        slices = Slices(pieces, self._nodes, self._leaves, group)
         if not payload.is_cpu:
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
@@ -139,7 +139,7 @@ class TreeAveraging(Averaging):
         return []
 
 
-class _Slices:
+class Slices:
     """How a bucket is cut into a slice for each rank, and its sums are put together.
 
     Args:
@@ -202,7 +202,7 @@ class StreamSum:
         slices: The bucket.
     """
 
-    def __init__(self, slices: _Slices) -> None:
+    def __init__(self, slices: Slices) -> None:
         device = slices.payload.device
         filled = accelerator.After(device)
         with accelerator.on_side_stream(device, "sums over logical ranks"):
@@ -240,7 +240,7 @@ class HostSum:
     can_time_out = True  # the host waits, and in slices of time
     needs_asking = True  # or it does not go on
 
-    def __init__(self, slices: _Slices, before: HostSum | None) -> None:
+    def __init__(self, slices: Slices, before: HostSum | None) -> None:
         self._slices, self._before = slices, before
         self._error: Exception | None = None
         self._is_done = False

@@ -27,6 +27,7 @@ from tests.accelerator import (
     scenarios,
     test_audit_order,
     test_lifetimes,
+    test_logical_ranks,
     test_waits,
 )
 from tests.accelerator.training import (
@@ -57,6 +58,7 @@ NOT_TRIED = {
     "doctor/": "a command that waits to measure the device's times",
     "guard/comparison.py": "messages of the store",
     "hang/": "threads and messages of the host",
+    "logical/averaging.py HostSum.": "the CPU's sums",
     "sync_batchnorm.py": "layers on a device are torch's own",
     "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
 }
@@ -104,6 +106,7 @@ def body(function: Any, **parameters: object) -> Trial:
 
 
 AUDIT, LIVES, WAITS = test_audit_order, test_lifetimes, test_waits
+LOGICAL = test_logical_ranks
 DEFAULT = options("default")
 WRITTEN_ON = body(
     AUDIT.test_nodes_of_several_streams_write_one_bucket, views=False, keeps_grads=True
@@ -156,6 +159,8 @@ RAISED = training(scenarios.raised_and_reset, "mixed_nodes")
 MAPS = body(AUDIT.test_maps_live_until_they_are_read, skips=False)
 COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
 OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
+
+SUMS = training(scenarios.logical_ranks_with_several_sums)
 
 # Calls of C++ that order streams or keep memory.
 ORDERS_IN_CPP = re.compile(
@@ -297,6 +302,27 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
     "data_parallel/join.py": {
         "_LimitedJoin._get_num_nonjoined_procs wait_for_message": body(
             WAITS.test_join_reads_the_device_once_in_a_forward_if_its_group_has_no_other
+        ),
+    },
+    "logical/averaging.py": {
+        "StreamSum.__init__ accelerator.on_side_stream": body(
+            LOGICAL.test_the_stream_of_a_backward_does_not_wait_for_other_ranks
+        ),
+        "StreamSum.__init__ filled.hold_back": SUMS,
+        "StreamSum.__init__ accelerator.use_here": SUMS,
+        "StreamSum.__init__ comm.wait_for": SUMS,
+        "StreamSum.__init__ comm.wait_for (2)": SUMS,
+        "StreamSum.wait self._end.hold_back": SUMS,
+    },
+    "logical/partial_sums.py": {
+        "PartialSums.add use_here": body(
+            LOGICAL.test_gradients_of_another_stream_are_added_up
+        ),
+        "PartialSums._of self._made[plan.device].hold_back": body(
+            LOGICAL.test_a_bucket_of_another_stream_waits_for_the_sums
+        ),
+        "PartialSums._of use_here": body(
+            LOGICAL.test_sums_are_dropped_while_a_bucket_of_another_stream_reads_them
         ),
     },
     "hooks/comm_hook.py": {

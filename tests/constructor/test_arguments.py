@@ -300,6 +300,7 @@ def test_signature_is_torchs_with_more_options():
         "check_finite_grads": False,
         "bucket_layout": None,
         "average_over": "ranks",
+        "logical_ranks": None,
     }
     assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
 
