@@ -117,6 +117,12 @@ def forked_random() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=range(count()), device_type=found)
 
 
+def seed(number: int) -> None:
+    """Seed the random generators of all devices of the accelerator, if there is one."""
+    if found := kind():
+        module(found).manual_seed_all(number)
+
+
 def _is_initialized(device_type: str) -> bool:
     """Return whether this process has used the accelerator; some cannot tell."""
     return bool(getattr(module(device_type), "is_initialized", lambda: True)())

@@ -131,6 +131,8 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
+    if ddp._logical is not None:  # the copy goes on with the same step
+        state["options"]["logical_ranks"] = ddp.logical_state
     state["sync_enabled"] = ddp.require_backward_grad_sync
     state["is_manual"] = ddp._reducer.is_manual  # the user finalizes backwards
     return state

@@ -326,6 +326,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 self._logical.refuse_forward()
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
+        if self._logical is not None and self._logical.is_open:
+            broadcasts = False  # the loop has done it, once for all logical ranks
         reduces = with_grad and self.require_backward_grad_sync
         root = 0  # the rank whose module buffers are broadcast
         with failing(self._reducer, only_with_group=True):
@@ -577,6 +579,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what ``Join`` calls on this rank once it has run out of inputs."""
+        logical_ranks.refuse(self, "join()")
         return Shadow(self, **kwargs)
 
     @property

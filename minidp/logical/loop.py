@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
@@ -82,6 +82,11 @@ class LogicalRanks(Observer):
         """The number of the present step, from which random numbers are made."""
         return self.options.first_step + self._reducer.ledger.finalized
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop has begun, and not ended."""
+        return self._turns is not None
+
     def connect(self) -> None:
         """Create what sums need; all ranks call it, and wait for each other."""
         communicator = self._reducer.communicator
@@ -96,16 +101,25 @@ class LogicalRanks(Observer):
         """Return an iterator over the numbers of this rank's logical ranks.
 
         Raises:
-            LogicalRankError: The last loop was not finished.
+            LogicalRankError: The last loop was not finished, or this is inside a block
+                of no_sync().
         """
         self.refuse_unfinished()
+        if self._reducer.ledger.open_no_syncs:
+            raise self._error(
+                "The loop over logical ranks is inside no_sync(), and would reduce all "
+                "the same.",
+                "leave out no_sync() around the loop; a step over more samples has "
+                "several micro-batches in each logical rank, all but the last of them "
+                "inside no_sync()",
+            )
         self._turns = turns = self._each()
         return turns
 
     def _each(self) -> Generator[int]:
         mine = self._turns
         with ExitStack() as stack:
-            stack.enter_context(randomness.kept())
+            stack.enter_context(_outside_numbers.kept())
             step = self._step = _Step(self._reducer.params, self._sync_buffers())
             self._num_reduced = 0
             self._partial.clear()
@@ -239,6 +253,34 @@ class LogicalRanks(Observer):
         found = [shortened(names)] if names else []
         rank = self._reducer.rank
         return LogicalRankError(explain(rank, what, names=found, remedy=remedy))
+
+
+class _OutsideNumbers:
+    """Keeps the random numbers of the script from those of logical ranks.
+
+    Loops of several wrappers may be open at once, as by `zip`, and end in any order.
+    The generators are as before the first of them when the last one has ended.
+    """
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._stack = ExitStack()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the script's random numbers until no loop is open any more."""
+        if not self._num_open:
+            self._stack.enter_context(randomness.kept())
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._stack.close()
+
+
+_outside_numbers = _OutsideNumbers()
 
 
 class _Step:

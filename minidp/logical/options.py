@@ -59,7 +59,7 @@ def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:
 def conditions(device: torch.device) -> dict[str, str]:
     """Return what else decides about bits, as texts by name."""
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of torch's own
         "device": device.type,
         "threads": str(torch.get_num_threads()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),

@@ -43,18 +43,20 @@ class PartialSums:
 
     def add(self, leaf: int, grads: Grads) -> None:
         """Add the gradients of a logical rank, whose memory is ours from now on."""
-        use_here(*grads)  # the streams of the backward have made them
-        self._sums.add(Node(0, leaf), grads)
         devices = {grad.device for grad in grads if grad is not None}
-        self._made = {each: After(each) for each in devices if has_streams(each)}
+        with_streams = [each for each in devices if has_streams(each)]
+        if with_streams:
+            use_here(*grads)  # the streams of the backward have made them
+        self._sums.add(Node(0, leaf), grads)
+        self._made = {each: After(each) for each in with_streams}
 
     def _of(self, plan: BucketPlan, sums: Sequence[Grads]) -> list[Grads]:
         """Return the gradients of a bucket, for the stream that is current now."""
+        found = [[grads[i] for i in plan.indices] for grads in sums]
         if plan.device in self._made:
             self._made[plan.device].hold_back()
-        found = [[grads[i] for i in plan.indices] for grads in sums]
-        for grads in found:
-            use_here(*grads)
+            for grads in found:
+                use_here(*grads)
         return found
 
     def add_to_bucket(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
+import minidp
 from minidp import DataParallel
 from tests.logical_ranks import trainings
 from tests.logical_ranks.trainings import STEPS, batch, net
@@ -79,6 +80,25 @@ def test_buckets_change_no_bits(pool):
         pool.run(run, 3, partial(trainings.plain, **each), 7)[0] for each in layouts
     ]
     assert all(same(first, other) for other in others)
+
+
+def by_attached(ctx, number):
+    module = net()
+    attached = minidp.attach(module, process_group=ctx.group, logical_ranks=number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with attached:
+        for step in range(STEPS):
+            for leaf in attached.each_logical_rank():
+                module(batch(step, leaf)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def test_a_model_without_a_wrapper(pool):
+    expected = pool.run(by_attached, 1, 6)
+    for size in (2, 3):
+        assert same(expected * size, pool.run(by_attached, size, 6))
 
 
 def by_ddp(ctx, wrap, options):

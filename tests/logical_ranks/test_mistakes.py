@@ -241,11 +241,71 @@ def test_random_numbers_outside_are_those_without_a_loop(ctx):
     assert (random.random(), float(torch.rand(()))) == drawn(2)
 
 
+@on_ranks(1, 2)
+def test_a_loop_inside_no_sync(ctx):
+    model = wrapped(ctx, net(), 4)
+    with model.no_sync():
+        assert "inside no_sync()" in error_of(model.each_logical_rank)
+
+
+@on_ranks(1, 2)
+def test_two_models_in_one_loop(ctx):
+    both = [wrapped(ctx, net(), 4) for _ in "ab"]
+    random.seed(2)
+    torch.manual_seed(2)
+    for leaf, _ in zip(*(each.each_logical_rank() for each in both), strict=True):
+        outputs = [model(batch(0, leaf)) for model in both]
+        (outputs[0] * outputs[1]).mean().backward()
+    assert (random.random(), float(torch.rand(()))) == drawn(2)
+    for model in both:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Codes(nn.Module):
+    """Changes its buffer in each forward, and depends on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+        self.register_buffer("seen", torch.zeros(12))
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        return (x * self.weight * self.seen).sum()
+
+
+def with_two_forwards(ctx, number):
+    module = Codes()
+    model = wrapped(ctx, module, number)
+    for step in range(2):
+        for leaf in model.each_logical_rank():
+            (model(batch(step, leaf)) + model(batch(step, 50 + leaf))).backward()
+    return module.weight.grad.clone()
+
+
+def test_no_forward_in_the_loop_gets_buffers_of_others(pool):
+    (expected,) = pool.run(with_two_forwards, 1, 6)
+    for size in (2, 3):
+        assert same([expected] * size, pool.run(with_two_forwards, size, 6))
+
+
+@on_ranks(2)
+def test_an_evaluation_has_the_buffers_of_logical_rank_0(ctx):
+    module = net()
+    model = wrapped(ctx, module, 4)
+    trained(model)
+    with torch.no_grad():
+        model(batch(0, 0))
+    return list(module.buffers())  # the same on both ranks
+
+
 @on_ranks(2)
 def test_a_copy_has_the_same_logical_ranks(ctx):
     model = wrapped(ctx, net(), 4)
     twin = copy.deepcopy(model)
     trained(model)
     trained(twin)
+    later = copy.deepcopy(model)
+    assert later.logical_state["first_step"] == 1
     both = [[p.grad for p in each.parameters()] for each in (model, twin)]
     assert same(*both)

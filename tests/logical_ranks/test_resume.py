@@ -52,6 +52,13 @@ def test_a_resume_on_other_numbers_of_ranks(pool):
         assert same(state_of(whole), state_of(found)), f"{size} ranks"
 
 
+def test_the_state_is_plain_data(pool):
+    (half, *_) = pool.run(train, 1, 1, None)
+    state = dict(half["logical"])
+    values = [*state.pop("conditions").values(), *state.values()]
+    assert {type(value) for value in values} == {int, str}
+
+
 def warned(ctx, saved):
     changes = {"conditions": saved["logical"]["conditions"] | {"threads": "99"}}
     with pytest.warns(UserWarning, match="threads .was 99, is ") as caught:
