@@ -271,7 +271,7 @@ class Codes(nn.Module):
 
     def forward(self, x):
         self.seen += x.detach().sum(0)
-        return (x * self.weight * self.seen).sum()
+        return (x * self.weight * self.seen.clone()).sum()
 
 
 def with_two_forwards(ctx, number):
