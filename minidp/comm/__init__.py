@@ -41,6 +41,7 @@ from .communicator import (
     PeerReport,
     Question,
     answerers,
+    is_done_within,
 )
 from .endings import abort, keep_for_good
 from .groups import (
@@ -104,6 +105,7 @@ __all__ = [
     "group_timeout",
     "has_store",
     "is_builtin",
+    "is_done_within",
     "is_initialized",
     "is_plain_gloo",
     "is_waiting",

@@ -31,7 +31,7 @@ from minidp.shared_memory import SharedBuffer
 from .partial_sums import PartialSums
 from .tree import Node, Sums, adds_pairs, block, cover
 
-_POLL_SECONDS, _SLICE_SECONDS = 0.001, 0.5
+_SLICE_SECONDS = 0.5
 
 
 class TreeAveraging(Averaging):
@@ -256,10 +256,21 @@ class HostSum:
         """Wait at most so long, and return whether the sum is there, or failed."""
         deadline = world.now() + seconds
         while not self._advance():
-            if world.now() >= deadline:
+            left = deadline - world.now()
+            if left <= 0:
                 return False
-            world.sleep(_POLL_SECONDS)
+            comm.is_done_within(self._awaited, left)
         return True
+
+    @property
+    def _awaited(self) -> comm.Work:
+        """The message without which this sum cannot go on."""
+        if self._second is not None:
+            return self._second
+        before = self._before
+        if before is None or before._second is not None:
+            return self._first
+        return before._awaited
 
     def wait(self) -> None:
         """Wait until the sum is in the payload.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_63_BITS = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class LogicalOptions:
@@ -45,7 +47,7 @@ def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:
         TypeError, ValueError: It is neither.
     """
     if not isinstance(given, Mapping):
-        return LogicalOptions(given, seed)
+        return LogicalOptions(given, seed & _63_BITS)  # it travels as a signed number
     try:
         number, seed = given["number"], given["seed"]
         return LogicalOptions(number, seed, given["first_step"])

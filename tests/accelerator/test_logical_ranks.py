@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from minidp import DataParallel
 from minidp.layout import BucketPlan
 from minidp.layout.plan import Slot
 from minidp.logical.averaging import Slices, StreamSum
@@ -88,3 +93,38 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
         assert has_passed
     total.wait()
     assert pieces[-1].cpu().tolist() == [4.0] * SIZE
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("each", [1, 2, 4, 8])
+def test_memory_grows_with_the_logarithm(ctx, each):
+    """Beyond plain accumulation: log2 of the logical ranks of a rank, in gradients."""
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(ctx.device)
+    size = sum(param.nbytes for param in module.parameters())
+    x = torch.ones(4, 256, device=ctx.device)
+    plain = DataParallel(module, process_group=ctx.group, bucket_cap_mb=0.6)
+    twin = copy.deepcopy(module)
+    logical = DataParallel(
+        twin, process_group=ctx.group, bucket_cap_mb=0.6, logical_ranks=2 * each
+    )
+
+    def accumulates():
+        with plain.no_sync():
+            for _ in range(each - 1):
+                plain(x).sum().backward()
+        plain(x).sum().backward()
+
+    def loops():
+        for _ in logical.each_logical_rank():
+            logical(x).sum().backward()
+
+    peaks = []
+    for step, model in ((accumulates, plain), (loops, logical)):
+        for _ in range(3):
+            step()
+            model.zero_grad()
+        with sim.costs() as costs:
+            step()
+            model.zero_grad()
+        peaks.append(costs.peak)
+    assert peaks[1] <= peaks[0] + 1.02 * math.log2(each) * size

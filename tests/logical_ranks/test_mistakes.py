@@ -46,6 +46,14 @@ def test_an_argument_that_is_none(ctx, given, kind, text):
     assert text in error_of(lambda: wrapped(ctx, net(), given), kind)
 
 
+@on_ranks(1, 2)
+def test_any_seed_will_do(ctx):
+    torch.manual_seed(2**64 - 1)
+    model = DataParallel(net(), process_group=ctx.group, logical_ranks=2)
+    trained(model)
+    return model.logical_state["seed"]
+
+
 @on_ranks(2)
 def test_ranks_with_other_numbers(ctx):
     text = error_of(lambda: wrapped(ctx, net(), 4 + ctx.rank), ReplicaMismatchError)
