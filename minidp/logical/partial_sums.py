@@ -67,8 +67,14 @@ class PartialSums:
             views: The view of the bucket's buffer for each of them.
         """
         meeting = [grads for _, grads in self._sums.open[self.num_apart :]]
-        for grads in reversed(self._of(plan, meeting)):  # upwards in the tree
-            _add(views, grads)
+        sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
+        if plan.device.type == "cpu":  # a view that was just written is in the cache
+            for k, view in enumerate(views):
+                for grads in sums:
+                    _add([view], [grads[k]])
+        else:  # where a launch costs more than memory
+            for grads in sums:
+                _add(views, grads)
 
     def pieces(self, plan: BucketPlan, payload: Tensor) -> list[Tensor]:
         """Return the sums that stay apart, each flat like a bucket's payload.
