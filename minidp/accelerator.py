@@ -109,12 +109,19 @@ def random_states() -> dict[str, list[int]]:
     return {f"torch.{found}": module(found).get_rng_state().tolist()}
 
 
-def forked_random() -> AbstractContextManager[None]:
-    """Return a context after which random generators are as before, on all devices."""
+def generators() -> list[Tensor]:
+    """Return the states of the random generators of all devices that are in use."""
     found = kind()
     if not found or not _is_initialized(found):
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=range(count()), device_type=found)
+        return []
+    states: list[Tensor] = [module(found).get_rng_state(i) for i in range(count())]
+    return states
+
+
+def restore_generators(states: Sequence[Tensor]) -> None:
+    """Let the random generators of the devices go on from what `generators` found."""
+    for index, state in enumerate(states):
+        module(kind()).set_rng_state(state, index)
 
 
 def seed(number: int) -> None:

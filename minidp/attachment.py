@@ -96,9 +96,9 @@ class Attachment:
         """Keep gradients local in backwards of forwards that run inside the block."""
         return self.data_parallel.no_sync()
 
-    def each_logical_rank(self) -> Iterator[int]:
+    def each_logical_rank(self, step: int | None = None) -> Iterator[int]:
         """Go through this rank's logical ranks, as `DataParallel.each_logical_rank`."""
-        return self.data_parallel.each_logical_rank()
+        return self.data_parallel.each_logical_rank(step)
 
     def alone(self) -> AbstractContextManager[None]:
         """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.

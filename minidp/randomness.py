@@ -18,16 +18,32 @@ import torch
 from minidp import accelerator
 
 
+class Numbers:
+    """The state of all generators at the moment when this object is made."""
+
+    def __init__(self) -> None:
+        self._of_python, self._of_numpy = random.getstate(), np.random.get_state()
+        self._of_torch, self._of_devices = (
+            torch.get_rng_state(),
+            accelerator.generators(),
+        )
+
+    def restore(self) -> None:
+        """Let all generators go on from that moment."""
+        random.setstate(self._of_python)
+        np.random.set_state(self._of_numpy)
+        torch.set_rng_state(self._of_torch)
+        accelerator.restore_generators(self._of_devices)
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Let the block draw random numbers without any trace after it."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    numbers = Numbers()
     try:
-        with accelerator.forked_random():
-            yield
+        yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        numbers.restore()
 
 
 def seed_all(*numbers: int) -> None:

@@ -140,7 +140,7 @@ def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Wor
 
 
 def start_gathering(
-    row: torch.Tensor, group: ProcessGroup
+    row: torch.Tensor, group: ProcessGroup, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Work]:
     """Start to gather a row from every rank.
 
@@ -150,12 +150,14 @@ def start_gathering(
     Args:
         row: A tensor of one dimension, equally long on all ranks.
         group: The process group.
+        rows: Where the rows shall lie; by default in a new tensor.
 
     Returns:
         A tensor of shape (ranks, elements), with rank r's row in row r, which is valid
         once the work has been waited for; and that work.
     """
-    rows = row.new_empty(group.size(), row.numel())
+    if rows is None:
+        rows = row.new_empty(group.size(), row.numel())
     outputs, inputs = [list(rows.unbind())], [row]
     if not is_python_group(group):
         return rows, group.allgather(outputs, inputs)

@@ -189,6 +189,7 @@ class BucketQueue:
                 stepper.reduced(bucket.params)
         for observer in observers:
             observer.finished()
+        self._summing.clear()
         owed, self.owed = self.owed, []
         for future in owed:
             with self.communicator.watching("waiting for what a hook owes"):

@@ -133,7 +133,7 @@ class Arguments:
             "bucket_layout": config.saved_layout,
             "check_replicas_every": self.own.check_replicas_every,
             "average_over": self.own.average_over,
-            "logical_ranks": self.logical and self.logical.number,
+            "logical_ranks": self.logical and self.logical.compared,
         }
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 
-def each_logical_rank(self: DataParallel) -> Iterator[int]:
+def each_logical_rank(  # noqa: D417 -- self: a method
+    self: DataParallel, step: int | None = None
+) -> Iterator[int]:
     """Go through the logical ranks of this rank, one training step at a time.
 
     The body trains on the samples of one logical rank, and the optimizer steps after
@@ -43,6 +45,11 @@ def each_logical_rank(self: DataParallel) -> Iterator[int]:
     depend on seed, step and logical rank alone; after the loop generators are as before
     it. Of several backwards in one turn all but the last belong into `no_sync`.
 
+    Args:
+        step: The number of the step, for random numbers. By default loops are counted,
+            also those of the run that this one resumes. A script that tries a step
+            again after an error passes its own number.
+
     Returns:
         An iterator over the numbers of this rank's logical ranks, in ascending order.
 
@@ -50,7 +57,7 @@ def each_logical_rank(self: DataParallel) -> Iterator[int]:
         LogicalRankError: The model has no logical ranks; the last loop was left early;
             or, in the loop, a logical rank has not done what is said here.
     """
-    return _of(self, "each_logical_rank").each()
+    return _of(self, "each_logical_rank").each(step)
 
 
 def logical_block(self: DataParallel) -> range:
@@ -94,7 +101,8 @@ def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | N
 
     def sync_buffers() -> Mapping[str, Tensor]:
         replication: Replication = wrapper._replication
-        if wrapper.will_sync_module_buffers():
+        replication.collect(wrapper.module)
+        if wrapper.forward_sync_buffers and replication.buffers:
             with (
                 failing(wrapper._reducer, only_with_group=True),
                 without_user_modes(keeps_inference=True),
@@ -103,7 +111,7 @@ def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | N
             wrapper.require_forward_param_sync = False
         return replication.buffers
 
-    built = LogicalRanks(ddp._reducer, options, switch, sync_buffers)
+    built = LogicalRanks(ddp._reducer, ddp.module, options, switch, sync_buffers)
     ddp._guard.precondition = built.refuse_step
     return built
 
@@ -117,6 +125,11 @@ def check(ddp: DataParallel, checked: Arguments) -> None:
     options, size = checked.logical, ddp.process_group.size()
     if options is None:
         return
+    if not ddp._given.init_sync:
+        raise ValueError(
+            "logical_ranks does not go with init_sync=False: the ranks agree on a seed "
+            "when they wrap the module. What to do: leave one of the two out."
+        )
     if size > options.number:
         raise ValueError(
             f"logical_ranks={options.number} leaves nothing to do for some of {size} "
@@ -138,11 +151,11 @@ def check(ddp: DataParallel, checked: Arguments) -> None:
         )
 
 
-def connect(ddp: DataParallel) -> None:
-    """Agree on rank 0's seed, and connect the ranks; all call it together."""
+def connect(ddp: DataParallel, copy_from: int | None = None) -> None:
+    """Agree on seed and step, and connect the ranks; all call it together."""
     mine = ddp._logical
     if mine is not None:
-        mine.connect()
+        mine.connect(copy_from)
         ddp._given.logical_ranks = asdict(mine.options)  # for copies
 
 

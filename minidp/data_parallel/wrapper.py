@@ -328,6 +328,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         broadcasts = self.will_sync_module_buffers()
         if self._logical is not None and self._logical.is_open:
             broadcasts = False  # the loop has done it, once for all logical ranks
+            rebuilds = rebuilds and not self._logical.has_reduced  # see `begins`
         reduces = with_grad and self.require_backward_grad_sync
         root = 0  # the rank whose module buffers are broadcast
         with failing(self._reducer, only_with_group=True):
@@ -525,7 +526,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self.require_backward_grad_sync = True
         self._guard.reset()
         self._replication.connect(self.module)
-        logical_ranks.connect(self)
+        logical_ranks.connect(self, copy_from)
         stop_joining(self)
         compare_or_copy(self, copy_from, wrong)
 

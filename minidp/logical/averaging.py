@@ -83,6 +83,10 @@ class TreeAveraging(Averaging):
         super().begin()
         self._before = None
 
+    def let_go(self) -> None:
+        """Let go of the last sum."""
+        self._before = None
+
     def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
         """Add the sums of this rank's other logical ranks to a full bucket.
 
@@ -162,6 +166,7 @@ class Slices:
         self.payload = pieces[-1]
         # Of a slice. The last slices may be shorter, and are filled up with zeros.
         self._width = -(-self.payload.numel() // len(nodes))
+        self._is_even = self._width * len(nodes) == self.payload.numel()
 
     def exchange(self) -> tuple[Tensor, comm.Work]:
         """Start to give each rank its slice of all pieces, and to get ours.
@@ -170,12 +175,15 @@ class Slices:
             This rank's slices of all pieces, valid after the work; and the work.
         """
         ranks = len(self._nodes)
+        counts = [len(each) for each in self._nodes]
+        if len(self.pieces) == 1 and self._is_even:  # it is cut already
+            slices = self.payload.view(ranks, 1, self._width)
+            return comm.start_exchange(slices, counts, self.group)
         slices = self.payload.new_zeros(ranks, len(self.pieces), self._width)
         for number, piece in enumerate(self.pieces):
             for rank, part in enumerate(piece.split(self._width)):
                 slices[rank, number, : len(part)] = part
         self.pieces = ()  # they need no memory any more
-        counts = [len(each) for each in self._nodes]
         return comm.start_exchange(slices, counts, self.group)
 
     def add_up(self, arrived: Tensor) -> Tensor:
@@ -188,9 +196,15 @@ class Slices:
         ((_, total),) = sums.open
         return total
 
+    def gather(self, mine: Tensor, group: ProcessGroup) -> tuple[Tensor, comm.Work]:
+        """Start to gather the sums of all slices, in the payload if it is even."""
+        rows = self.payload.view(len(self._nodes), -1) if self._is_even else None
+        return comm.start_gathering(mine, group, rows)
+
     def put_together(self, rows: Tensor) -> None:
-        """Write the sums of all slices to the payload."""
-        self.payload.copy_(rows.view(-1)[: self.payload.numel()])
+        """Let the payload have the sums of all slices, which `gather` has brought."""
+        if not self._is_even:
+            self.payload.copy_(rows.view(-1)[: self.payload.numel()])
 
 
 class StreamSum:
@@ -210,7 +224,7 @@ class StreamSum:
             accelerator.use_here(*slices.pieces)
             arrived, work = slices.exchange()
             comm.wait_for(work)
-            rows, last = comm.start_gathering(slices.add_up(arrived), slices.group)
+            rows, last = slices.gather(slices.add_up(arrived), slices.group)
             self.get_future = last.get_future
             comm.wait_for(last)
             slices.put_together(rows)
@@ -245,8 +259,11 @@ class HostSum:
         self._error: Exception | None = None
         self._is_done = False
         self._future: Future[Any] | None = None
+        self._arrived: Tensor | None
+        self._first: comm.Work | None
         self._arrived, self._first = slices.exchange()
         self._second: comm.Work | None = None  # the all-gather
+        self._rows: Tensor | None = None  # what it brings
 
     def is_completed(self) -> bool:
         """Do what can be done now, and return whether the sum is there, or failed."""
@@ -269,6 +286,7 @@ class HostSum:
             return self._second
         before = self._before
         if before is None or before._second is not None:
+            assert self._first is not None
             return self._first
         return before._awaited
 
@@ -311,22 +329,27 @@ class HostSum:
             if not self._before._has_second():
                 return False
             self._before = None
+        assert self._first is not None
+        assert self._arrived is not None
         if not self._first.is_completed():
             return False
         self._first.wait()
-        mine = self._slices.add_up(self._arrived)
+        mine, self._arrived = self._slices.add_up(self._arrived), None
         # Not in the group of the first messages: ranks may come to this one before, or
         # after, they launch the next bucket.
         gathers = _group_of_gathers(self._slices.group)
-        self._rows, self._second = comm.start_gathering(mine, gathers)
+        self._rows, self._second = self._slices.gather(mine, gathers)
+        self._first = None  # it keeps what was sent
         return True
 
     def _has_ended(self) -> bool:
         assert self._second is not None
+        assert self._rows is not None
         if not self._second.is_completed():
             return False
         self._second.wait()
         self._slices.put_together(self._rows)
+        self._rows = None
         return True
 
 

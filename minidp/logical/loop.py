@@ -7,30 +7,32 @@ one's backward reduces.
 
 ::
 
-    OUTSIDE --begin_step--> INSIDE --all are done--> OUTSIDE
-                              | the loop is left early, or the body raises
+    CLOSED --each, begun--> OPEN --all are done--> CLOSED
+                              | left early, or the body raises
                               '--> the next step, forward or loop raises, until reset()
+
+A generator runs the loop. Nobody here refers to it, so that one that the script drops
+is gone at once, and leaves the loop open.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minidp import randomness
-from minidp.comm import broadcast_integers
+from minidp.comm import broadcast_integers, gather_integers
 from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
 
 from .averaging import TreeAveraging
 from .options import LogicalOptions
 from .partial_sums import Grads, PartialSums
+from .start import Start
 from .tree import block
 
 
@@ -48,14 +50,18 @@ class LogicalRanks(Observer):
 
     Args:
         reducer: The reducer of the wrapper.
+        module: The wrapped module.
         options: How many logical ranks there are, and where their random numbers begin.
         switch: Switches reductions on and off.
-        sync_buffers: Broadcasts the module buffers if that is due, and returns them.
+        sync_buffers: Broadcasts the module buffers, and returns them by name.
     """
+
+    sees_local_grads = True
 
     def __init__(
         self,
         reducer: Reducer,
+        module: nn.Module,
         options: LogicalOptions,
         switch: Switch,
         sync_buffers: Callable[[], Mapping[str, Tensor]],
@@ -64,6 +70,7 @@ class LogicalRanks(Observer):
         self.options = options
         self.block = block(options.number, communicator.size, communicator.rank)
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
+        self._module = module
         self._switch = switch
         self._sync_buffers = sync_buffers
         self._partial = PartialSums(options.number, self.block)
@@ -72,33 +79,41 @@ class LogicalRanks(Observer):
         )
         reducer.queue.averaging = self._averaging
         reducer.queue.observers.append(self)
-        self._now: int | None = None  # the logical rank whose turn it is
-        self._turns: Generator[int] | None = None  # the loop that is open
-        self._step: _Step | None = None
-        self._num_reduced = 0  # backwards in this loop that have reduced
-
-    @property
-    def step(self) -> int:
-        """The number of the present step, from which random numbers are made."""
-        return self.options.first_step + self._reducer.ledger.finalized
+        # From which random numbers are made: how many loops have ended, also in earlier
+        # runs, unless the script says another number.
+        self.step = options.first_step
+        self._open: _Loop | None = None  # the loop that has begun, and not ended
 
     @property
     def is_open(self) -> bool:
         """Whether a loop has begun, and not ended."""
-        return self._turns is not None
+        return self._open is not None
 
-    def connect(self) -> None:
-        """Create what sums need; all ranks call it, and wait for each other."""
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the last logical rank of an open loop has reduced."""
+        return self._open is not None and self._open.num_reduced > 0
+
+    def connect(self, copy_from: int | None = None) -> None:
+        """Agree on seed and step, and create what sums need; all ranks call it.
+
+        Args:
+            copy_from: Whose step counts. By default it is the highest one.
+        """
         communicator = self._reducer.communicator
-        with communicator.blocking("agreeing on the seed of logical ranks"):
-            (seed,) = broadcast_integers(
-                [self.options.seed], communicator.group, communicator.device
-            )
+        group, device = communicator.group, communicator.device
+        with communicator.blocking("agreeing on the step of logical ranks"):
+            (seed,) = broadcast_integers([self.options.seed], group, device)
+            steps = [row[0] for row in gather_integers([self.step], group, device)]
+        self.step = max(steps) if copy_from is None else steps[copy_from]
         self.options = replace(self.options, seed=seed)
         self._averaging.connect()
 
-    def each(self) -> Iterator[int]:
+    def each(self, step: int | None) -> Iterator[int]:
         """Return an iterator over the numbers of this rank's logical ranks.
+
+        Args:
+            step: The number of the step; by default that of the last one plus 1.
 
         Raises:
             LogicalRankError: The last loop was not finished, or this is inside a block
@@ -113,52 +128,89 @@ class LogicalRanks(Observer):
                 "several micro-batches in each logical rank, all but the last of them "
                 "inside no_sync()",
             )
-        self._turns = turns = self._each()
-        return turns
+        return self._each(self.step if step is None else step)
 
-    def _each(self) -> Generator[int]:
-        mine = self._turns
-        with ExitStack() as stack:
-            stack.enter_context(_outside_numbers.kept())
-            step = self._step = _Step(self._reducer.params, self._sync_buffers())
-            self._num_reduced = 0
-            self._partial.clear()
-            for leaf in self.block:
-                step.restore()
-                self._switch(enabled=leaf == self.block[-1])
-                self._now = leaf
-                randomness.seed_all(self.options.seed, self.step, leaf)
-                yield leaf
-                if self._turns is not mine:  # reset() was called meanwhile
-                    return
-                self._end_turn(leaf)
-            step.end(has_first=self.block.start == 0)
-        self._now, self._turns, self._step = None, None, None
+    def _each(self, step: int) -> Iterator[int]:
+        self.refuse_unfinished()
+        self.step = step
+        # Before buffers are read: their broadcast must not find an open loop.
+        buffers = self._sync_buffers()
+        params = self._reducer.params
+        loop = self._open = _Loop(Start(params, self._module, buffers))
+        self._partial.clear()
+        for leaf in self.block:
+            loop.begin(leaf)
+            self._switch(enabled=leaf == self.block[-1])
+            randomness.seed_all(self.options.seed, step, leaf)
+            yield leaf
+            if self._open is not loop:  # reset() was called meanwhile
+                return
+            self._end_turn(loop, leaf)
+        loop.start.end(has_first=self.block.start == 0)
+        self._close()
+        self.step = step + 1
 
-    def _end_turn(self, leaf: int) -> None:
-        assert self._step is not None
-        if leaf != self.block[-1]:
-            self._partial.add(leaf, self._take(leaf))
-        elif not self._num_reduced:
+    def _close(self) -> None:
+        loop, self._open = self._open, None
+        if loop is not None:
+            loop.leave()
+
+    def _end_turn(self, loop: _Loop, leaf: int) -> None:
+        is_last = leaf == self.block[-1]
+        if is_last and not loop.num_reduced:
             self._fail(
                 f"Logical rank {leaf}, the last one of this rank, has not reduced.",
-                "run its last backward() outside of no_sync()",
+                "run its last backward(), outside of no_sync()",
             )
+        if not is_last and not loop.arrived:
+            self._fail(
+                f"Logical rank {leaf} has ended without a backward.",
+                "run a backward() in each turn of the loop",
+            )
+        self._refuse_changes(loop, leaf)
+        if not is_last:
+            self._partial.add(leaf, self._take(loop, leaf))
         if leaf == 0:
-            self._step.keep_buffers()
+            loop.start.keep_buffers()
 
-    def _take(self, leaf: int) -> Grads:
+    def _refuse_changes(self, loop: _Loop, leaf: int) -> None:
+        """Refuse a turn in which the script has changed gradients or parameters."""
+        params = self._reducer.params
+        changed = [
+            self._reducer.names[i]
+            for i, (grad, version) in loop.arrived.items()
+            if params[i].grad is not grad() or version != _version(params[i].grad)
+        ]
+        if changed:
+            self._fail(
+                f"Gradients were changed in logical rank {leaf}, after its backward.",
+                "change .grad after the loop, where it is the mean over all logical "
+                "ranks: clipping, unscaling and zero_grad() belong there",
+                changed,
+            )
+        if not loop.num_reduced:  # after that, step_in_backward has changed them
+            self._refuse_changed_parameters(loop)
+
+    def _refuse_changed_parameters(self, loop: _Loop) -> None:
+        names = [self._reducer.names[i] for i in loop.start.changed_parameters()]
+        if names:
+            self._fail(
+                f"Parameters were changed in logical rank {loop.now}, before all "
+                "logical ranks were done.",
+                "change parameters after the loop over logical ranks",
+                names,
+            )
+
+    def _take(self, loop: _Loop, leaf: int) -> Grads:
         """Take the gradients of a logical rank out of ``.grad``."""
-        reducer, step = self._reducer, self._step
-        assert step is not None
-        grads = step.take()
-        named = zip(reducer.names, grads, strict=True)
+        grads = loop.start.take()
+        named = zip(self._reducer.names, grads, strict=True)
         missing = [name for name, grad in named if grad is None]
-        if missing and not reducer.mode.fills_in_missing:
+        if missing and not self._reducer.mode.fills_in_missing:
             self._fail(
                 f"Logical rank {leaf} has ended without a gradient of some parameters.",
-                "run a backward() for each logical rank; if a model does not use all "
-                "parameters, pass find_unused_parameters=True",
+                "if the model does not use all parameters in each step, pass "
+                "find_unused_parameters=True",
                 missing,
             )
         if any(grad is not None and grad.requires_grad for grad in grads):
@@ -168,25 +220,42 @@ class LogicalRanks(Observer):
             )
         return grads
 
-    # -- what must not happen ----------------------------------------------------------
+    # -- what the reducer tells --------------------------------------------------------
+
+    def added_locally(self, i: int, through_outputs: Collection[int]) -> None:
+        """Note that the present logical rank has brought a gradient."""
+        if self._open is not None:
+            self._open.note(i, self._reducer.params[i].grad)
 
     def begins(self) -> None:
-        """Refuse a second reduction in one loop.
+        """Refuse a second reduction in one loop, and changed parameters.
 
         Raises:
-            LogicalRankError: There was one.
+            LogicalRankError: There was one, or there are some.
         """
-        if self._num_reduced:
+        loop = self._open
+        if loop is None:
+            return
+        if loop.num_reduced:
             raise self._error(
-                f"A second backward reduces in logical rank {self._now}: its gradients "
+                f"A second backward reduces in logical rank {loop.now}: its gradients "
                 "would be averaged twice.",
                 "run all but the last backward() of a logical rank inside no_sync()",
             )
+        self._refuse_changed_parameters(loop)
 
     def finished(self) -> None:
-        """Note that the last logical rank has reduced."""
-        self._num_reduced += 1
+        """Note that the last logical rank has reduced, and how ``.grad`` looks now."""
         self._partial.clear()
+        self._averaging.let_go()
+        if self._open is None:
+            return
+        self._open.num_reduced += 1
+        self._open.arrived.clear()
+        observers = self._reducer.queue.observers.everybody
+        if not any(each.uses_grads for each in observers):  # who may clip them
+            for i, param in enumerate(self._reducer.params):
+                self._open.note(i, param.grad)
 
     def abandon(self) -> None:
         """Leave the loop that is open, because of `reset()`.
@@ -194,12 +263,12 @@ class LogicalRanks(Observer):
         The module buffers and the generators of random numbers are as before it then.
         """
         self._partial.clear()
-        if self._step is not None:
-            self._step.end(has_first=False)
-        turns, self._turns = self._turns, None
-        self._now = self._step = None
-        if turns is not None:
-            turns.close()
+        self._averaging.let_go()
+        if self._open is not None:
+            self._open.start.end(has_first=False)
+        self._close()
+
+    # -- what must not happen ----------------------------------------------------------
 
     def refuse_unfinished(self) -> None:
         """Refuse to go on after a loop that was left early.
@@ -207,12 +276,13 @@ class LogicalRanks(Observer):
         Raises:
             LogicalRankError: It was.
         """
-        if self._turns is not None:
+        if self._open is not None:
             self._fail(
-                f"The loop over logical ranks was left in logical rank {self._now}; "
-                f"this rank has those from {self.block[0]} to {self.block[-1]}.",
-                "let each step go through all of each_logical_rank(); after an error "
-                "in it, call reset() on all ranks",
+                "The last loop over logical ranks was left in logical rank "
+                f"{self._open.now}; this rank has those from {self.block[0]} to "
+                f"{self.block[-1]}.",
+                "let each step go through all of each_logical_rank(), which comes "
+                "first in a zip(); after an error in it, call reset() on all ranks",
             )
 
     def refuse_step(self) -> None:
@@ -221,11 +291,12 @@ class LogicalRanks(Observer):
         Raises:
             LogicalRankError: They are not.
         """
-        if self._turns is not None:
+        if self._open is not None:
             self._fail(
-                f"An optimizer steps in logical rank {self._now}, before the loop over "
-                f"logical ranks {self.block[0]} to {self.block[-1]} has ended.",
-                "step after the loop; and let it go through all of each_logical_rank()",
+                f"An optimizer steps in logical rank {self._open.now}, before the loop "
+                f"over logical ranks {self.block[0]} to {self.block[-1]} has ended.",
+                "step after the loop; and let it go through all of "
+                "each_logical_rank(), which comes first in a zip()",
             )
 
     def refuse_forward(self) -> None:
@@ -234,12 +305,13 @@ class LogicalRanks(Observer):
         Raises:
             LogicalRankError: It runs outside of the loop.
         """
-        if self._turns is None:
+        if self._open is None:
             raise self._error(
                 "A forward runs outside of the loop over logical ranks.",
                 "train inside `for leaf in model.each_logical_rank():`, and evaluate "
                 "under torch.no_grad()",
             )
+        self._open.start.note_grads()
 
     def _fail(self, what: str, remedy: str, names: Sequence[str] = ()) -> NoReturn:
         """Raise an error, of which the ranks that wait for this one hear."""
@@ -255,93 +327,52 @@ class LogicalRanks(Observer):
         return LogicalRankError(explain(rank, what, names=found, remedy=remedy))
 
 
-class _OutsideNumbers:
-    """Keeps the random numbers of the script from those of logical ranks.
+class _Loop:
+    """One loop that has begun.
 
-    Loops of several wrappers may be open at once, as by `zip`, and end in any order.
-    The generators are as before the first of them when the last one has ended.
-    """
-
-    def __init__(self) -> None:
-        self._num_open = 0
-        self._stack = ExitStack()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the script's random numbers until no loop is open any more."""
-        if not self._num_open:
-            self._stack.enter_context(randomness.kept())
-        self._num_open += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._stack.close()
-
-
-_outside_numbers = _OutsideNumbers()
-
-
-class _Step:
-    """What each logical rank of a step begins with: gradients and module buffers.
+    While it lives, and until `leave`, the random numbers of the script are kept apart
+    from those of logical ranks.
 
     Args:
-        params: The parameters.
-        buffers: The module buffers by name.
+        start: What each logical rank begins with.
     """
 
-    def __init__(
-        self, params: Sequence[torch.nn.Parameter], buffers: Mapping[str, Tensor]
-    ) -> None:
-        self._params = params
-        # Usually None. Averages that are kept count once in each logical rank.
-        self._grads = [
-            None if param.grad is None else param.grad.detach().clone()
-            for param in params
-        ]
-        self._buffers = [each for each in buffers.values() if not each.is_meta]
-        self._first = [each.detach().clone() for each in self._buffers]
-        self._kept: list[Tensor] = []  # those after logical rank 0
-        self._is_fresh = True
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.now = -1  # the logical rank whose turn it is
+        self.num_reduced = 0
+        # The gradients that it has brought, by index: the tensors, and their versions.
+        self.arrived: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # Loops of several wrappers may be open at once, as by `zip`, and end in any
+        # order. The first of them has found the script's numbers.
+        other = next(iter(_open_loops), None)
+        self._outside: randomness.Numbers
+        self._outside = randomness.Numbers() if other is None else other._outside
+        _open_loops.add(self)
 
-    def take(self) -> Grads:
-        """Return the gradients that this logical rank has left in ``.grad``.
-
-        Those that were there before stay where they are; the others are set to None.
-        """
-        found: Grads = []
-        for param, before in zip(self._params, self._grads, strict=True):
-            grad = param.grad
-            if before is not None and grad is not None:
-                found.append(grad.detach().clone())
-                continue
-            found.append(grad)
-            param.grad = None
-        return found
-
-    @torch.no_grad()
-    def restore(self) -> None:
+    def begin(self, leaf: int) -> None:
         """Let a logical rank begin like the first one."""
-        if self._is_fresh:
-            self._is_fresh = False
-            return
-        for param, before in zip(self._params, self._grads, strict=True):
-            if before is not None:
-                assert param.grad is not None
-                param.grad.detach().copy_(before)
-        _copy(self._buffers, self._first)
+        if self.now >= 0:
+            self.start.restore()
+        self.now = leaf
+        self.arrived.clear()
 
-    def keep_buffers(self) -> None:
-        """Keep the buffers of logical rank 0, which are the module's after the step."""
-        self._kept = [each.detach().clone() for each in self._buffers]
+    def note(self, i: int, grad: Tensor | None) -> None:
+        """Note the gradient of a parameter, as it is now."""
+        if grad is not None:
+            self.arrived[i] = weakref.ref(grad), _version(grad)
 
-    @torch.no_grad()
-    def end(self, *, has_first: bool) -> None:
-        """Give the module the buffers of logical rank 0, or those from before."""
-        _copy(self._buffers, self._kept if has_first else self._first)
+    def leave(self) -> None:
+        """Give the script its random numbers back, if no other loop is open."""
+        _open_loops.discard(self)
+        if not _open_loops:
+            self._outside.restore()
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+# Those of this process. A loop that was left, and whose wrapper is gone, is none.
+_open_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+
+
+def _version(grad: Tensor | None) -> int:
+    """Return a number that a change alters; views share that of their bucket."""
+    return -1 if grad is None or grad._base is not None else grad._version

@@ -23,6 +23,14 @@ class LogicalOptions:
     seed: int = 0
     first_step: int = 0  # how many steps earlier runs have made
 
+    is_resumed: bool = False
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """What must be equal on all ranks. A new run's seed is that of rank 0."""
+        of_state = (self.seed, self.first_step) if self.is_resumed else ()
+        return (self.number, *of_state)
+
     def __post_init__(self) -> None:
         if isinstance(self.number, bool) or not isinstance(self.number, int):
             kind = type(self.number).__name__
@@ -34,6 +42,12 @@ class LogicalOptions:
             raise ValueError(
                 f"logical_ranks must be at least 1, but got {self.number}."
             )
+        for name, value in (("seed", self.seed), ("first_step", self.first_step)):
+            if type(value) is not int or not 0 <= value <= _63_BITS:
+                raise ValueError(
+                    f"logical_ranks got a state with {name}={value!r}: pass what "
+                    "model.logical_state returned."
+                )
 
 
 def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:
@@ -50,7 +64,7 @@ def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:
         return LogicalOptions(given, seed & _63_BITS)  # it travels as a signed number
     try:
         number, seed = given["number"], given["seed"]
-        return LogicalOptions(number, seed, given["first_step"])
+        return LogicalOptions(number, seed, given["first_step"], is_resumed=True)
     except KeyError as error:
         raise ValueError(
             f"logical_ranks got a mapping without {error}: pass what "

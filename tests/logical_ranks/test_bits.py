@@ -28,6 +28,9 @@ OPTIONS = {
     "finite": {"check_finite_grads": True, "check_replicas_every": 1},
 }
 FEATURES = {
+    "buffers": trainings.depends_on_buffers,
+    "zeroes": partial(trainings.zeroes_in_the_loop, set_to_none=True),
+    "zeroes in place": partial(trainings.zeroes_in_the_loop, set_to_none=False),
     "unused": trainings.unused,
     "unused, views": partial(trainings.unused, gradient_as_bucket_view=True),
     "unused, skipped": partial(trainings.unused, skip_all_reduce_unused_params=True),
@@ -49,13 +52,18 @@ def run(ctx, scenario, number):
     return scenario(ctx, number)
 
 
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def check(pool, scenario, number, ranks=(2, 3, 4)):
-    """Compare several ranks with one process."""
+    """Compare several ranks with one process, bit for bit: -0 is not 0."""
     (expected,) = pool.run(run, 1, scenario, number)
     for size in ranks:
         if size <= number:
             for found in pool.run(run, size, scenario, number):
-                assert same(expected[: len(found)], found), f"{size} ranks"
+                for one, other in zip(expected, found, strict=False):
+                    assert torch.equal(bits(one), bits(other)), f"{size} ranks"
 
 
 @pytest.mark.parametrize("number", NUMBERS)

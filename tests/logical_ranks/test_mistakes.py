@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import time
+import weakref
 
 import pytest
 import torch
@@ -38,6 +41,8 @@ def trained(model, step=0, leaves=None):
         (True, TypeError, "must be a number (int)"),
         ("8", TypeError, "got '8' (str)"),
         ({"number": 3}, ValueError, "a mapping without 'seed'"),
+        ({"number": 3, "seed": "x", "first_step": 0}, ValueError, "with seed='x'"),
+        ({"number": 3, "seed": 1, "first_step": 0.5}, ValueError, "first_step=0.5"),
         (1, ValueError, "leaves nothing to do for some of 2 ranks"),
     ],
 )
@@ -78,6 +83,20 @@ def refused(ctx, is_net, text, options):
     modules = {"a sparse gradient": nn.Embedding(4, 2, sparse=True)}
     module = modules.get(text, net() if is_net else minidp.SyncBatchNorm(3))
     return text in error_of(lambda: wrapped(ctx, module, 4, **options), ValueError)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_one_rank_has(ctx):
+    state = {"number": 4, "seed": 5, "first_step": 10}
+    given = state if ctx.rank == 0 else 4
+    text = error_of(lambda: wrapped(ctx, net(), given), ReplicaMismatchError)
+    assert "logical_ranks" in text
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_meet_when_they_wrap(ctx):
+    text = error_of(lambda: wrapped(ctx, net(), 4, init_sync=False), ValueError)
+    assert "init_sync=False" in text
 
 
 @on_ranks(2)
@@ -169,8 +188,145 @@ def test_a_logical_rank_without_a_backward(ctx):
     model = wrapped(ctx, net(), 4, hang_timeout=10)
     first = model.logical_block[0]
     text = error_of(lambda: trained(model, leaves={*range(4)} - {first}))
-    assert f"Logical rank {first} has ended without a gradient" in text
+    assert f"Logical rank {first} has ended without a backward" in text
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_logical_rank_without_a_backward_has_gradients_of_before(ctx, options):
+    model = wrapped(ctx, net(), 4, hang_timeout=10, **options)
+    trained(model)
+    model.zero_grad(set_to_none=False)
+    first = model.logical_block[0]
+    text = error_of(lambda: trained(model, leaves={*range(4)} - {first}))
+    assert f"Logical rank {first} has ended without a backward" in text
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("turn", [0, -1])
+def test_gradients_that_are_clipped_in_the_loop(ctx, views, turn):
+    options = {"gradient_as_bucket_view": views}
+    model = wrapped(ctx, net(), 4, hang_timeout=10, **options)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            model(batch(0, leaf)).square().mean().backward()
+            if leaf == model.logical_block[turn]:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    if views and turn == -1:  # views share the version of their bucket
+        step()
+    else:
+        assert "Gradients were changed in logical rank" in error_of(step)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_parameters_that_are_changed_in_the_loop(ctx, turn):
+    model = wrapped(ctx, net(), 4, hang_timeout=10)
+
+    def step():
+        for leaf in model.each_logical_rank():
+            if leaf == model.logical_block[turn]:
+                with torch.no_grad():
+                    model.module[0].weight.mul_(0.9)
+            model(batch(0, leaf)).square().mean().backward()
+
+    text = error_of(step)
+    assert "Parameters were changed in logical rank" in text
     assert "0.weight" in text
+
+
+@on_ranks(2, 3)
+def test_a_second_reduction_on_one_rank_in_the_first_step(ctx):
+    """The buckets are not made anew before it is refused."""
+    model = wrapped(ctx, net(), 6, hang_timeout=30)
+
+    def steps():
+        for step in range(2):
+            for leaf in model.each_logical_rank():
+                model(batch(step, leaf)).square().mean().backward()
+                if ctx.rank == 1:
+                    model(batch(step, leaf)).square().mean().backward()
+
+    begin = time.monotonic()
+    kind = LogicalRankError if ctx.rank == 1 else MiniDPError
+    assert "A second backward reduces" in error_of(steps, kind)
+    assert time.monotonic() - begin < 15
+
+
+def retried(ctx, number):
+    """The first try of step 1 raises: in logical rank 1, or elsewhere after it."""
+    module = net()
+    model = wrapped(ctx, module, number, hang_timeout=10)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[int] = []
+    for number_of_try, step in enumerate((0, 1, 1, 2)):
+        try:
+            for leaf in model.each_logical_rank(step):
+                found.append(model.logical_state["first_step"])
+                model(batch(step, leaf)).square().mean().backward()
+                if number_of_try == 1 and leaf == 1:
+                    raise ValueError("out of luck")
+            if number_of_try == 1:
+                raise ValueError("no luck elsewhere")
+            optimizer.step()
+        except (ValueError, MiniDPError):
+            model.reset(copy_from=0)
+        optimizer.zero_grad()
+    steps = sorted({*found, model.logical_state["first_step"]})
+    return steps, [param.detach().clone() for param in module.parameters()]
+
+
+def test_a_step_that_is_tried_again_has_its_number(pool):
+    ((steps, expected),) = pool.run(retried, 1, 4)
+    assert steps == [0, 1, 2, 3]
+    for size in (2, 4):  # logical rank 1 is the last one of rank 0, or of rank 1
+        for found in pool.run(retried, size, 4):
+            assert same((steps, expected), found), f"{size} ranks"
+
+
+@on_ranks(1)
+def test_a_loop_that_was_left_is_gone_with_its_wrapper(ctx):
+    model = wrapped(ctx, net(), 4)
+    for _ in model.each_logical_rank():
+        break
+    alive = weakref.ref(model._logical)
+    del model
+    assert alive() is None
+    random.seed(2)
+    torch.manual_seed(2)
+    gc.collect()
+    assert (random.random(), float(torch.rand(()))) == drawn(2)
+    other = wrapped(ctx, net(), 4)
+    random.seed(2)
+    torch.manual_seed(2)
+    trained(other)
+    assert (random.random(), float(torch.rand(()))) == drawn(2)
+
+
+def kept_after(ctx, number):
+    module = nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(4)))
+    model = wrapped(ctx, module, number, bucket_cap_mb=0.01)
+    for step in range(3):
+        trained_on(model, step, 60)
+        model.zero_grad()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum(each.numel() for each in tensors if each.numel() >= 60 * 20)
+
+
+def trained_on(model, step, width):
+    for leaf in model.each_logical_rank():
+        model(batch(step, leaf, 5, width)).square().mean().backward()
+
+
+@pytest.mark.fresh
+def test_nothing_of_a_sum_stays_after_the_step(pool):
+    (one,) = pool.run(kept_after, 1, 6)
+    for size in (2, 3, 4):
+        assert max(pool.run(kept_after, size, 6)) <= one, f"{size} ranks"
 
 
 @on_ranks(1, 2)
@@ -267,34 +423,6 @@ def test_two_models_in_one_loop(ctx):
     assert (random.random(), float(torch.rand(()))) == drawn(2)
     for model in both:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-class Codes(nn.Module):
-    """Changes its buffer in each forward, and depends on it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(12))
-        self.register_buffer("seen", torch.zeros(12))
-
-    def forward(self, x):
-        self.seen += x.detach().sum(0)
-        return (x * self.weight * self.seen.clone()).sum()
-
-
-def with_two_forwards(ctx, number):
-    module = Codes()
-    model = wrapped(ctx, module, number)
-    for step in range(2):
-        for leaf in model.each_logical_rank():
-            (model(batch(step, leaf)) + model(batch(step, 50 + leaf))).backward()
-    return module.weight.grad.clone()
-
-
-def test_no_forward_in_the_loop_gets_buffers_of_others(pool):
-    (expected,) = pool.run(with_two_forwards, 1, 6)
-    for size in (2, 3):
-        assert same([expected] * size, pool.run(with_two_forwards, size, 6))
 
 
 @on_ranks(2)

@@ -45,6 +45,26 @@ class Branches(nn.Module):
         return self.last(self.sides[side](self.first(x)).relu())
 
 
+class Codes(nn.Module):
+    """Depends on buffers that forwards change, replace, and register late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12))
+        self.register_buffer("changed", torch.zeros(12))
+        self.register_buffer("replaced", torch.ones(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(12))
+        mean = x.detach().mean(0)
+        self.changed += mean
+        self.replaced = self.replaced * 0.9 + mean
+        self.late *= 1.1
+        factors = self.changed.clone() * self.replaced * self.late.clone()
+        return (x * self.weight * factors).sum()
+
+
 def wrapped(ctx: Any, module: nn.Module, number: Any, **options: Any) -> DataParallel:
     torch.manual_seed(3 if ctx.rank == 0 else 3 + random.randrange(99))
     return DataParallel(
@@ -80,6 +100,37 @@ def plain(ctx: Any, number: Any, **options: Any) -> list[Any]:
         optimizer.zero_grad()
     found += result(model, optimizer)
     return found if ctx.rank else found + buffers(model)
+
+
+def depends_on_buffers(ctx: Any, number: int) -> list[Any]:
+    """With an evaluation in each turn, and several forwards for one backward."""
+    module = Codes()
+    model = wrapped(ctx, module, number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            loss = model(batch(step, leaf)) + model(batch(step, 50 + leaf))
+            loss.backward()
+            with torch.no_grad():
+                model(batch(step, leaf))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = result(model, optimizer)
+    return found if ctx.rank else found + buffers(model)
+
+
+def zeroes_in_the_loop(ctx: Any, number: int, *, set_to_none: bool) -> list[Any]:
+    """``zero_grad()`` is called in the first turn."""
+    module = net()
+    model = wrapped(ctx, module, number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for turn, leaf in enumerate(model.each_logical_rank()):
+            if turn == 0:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            model(batch(step, leaf)).square().mean().backward()
+        optimizer.step()
+    return result(model, optimizer)
 
 
 def unused(ctx: Any, number: int, **options: Any) -> list[Any]:

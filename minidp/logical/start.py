@@ -1,0 +1,120 @@
+"""What each logical rank of a step begins with: parameters, gradients, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .partial_sums import Grads
+
+
+class Start:
+    """The state from which each logical rank of a step begins.
+
+    Args:
+        params: The parameters.
+        module: The module.
+        buffers: The buffers of the module that all ranks have in common, by name.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        module: nn.Module,
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self._params, self._module = params, module
+        self._versions = [param._version for param in params]
+        self._grads: Grads | None = None  # None: nobody has looked yet
+        self._names = list(buffers)
+        self._first = self._saved_buffers()
+        self._kept: Mapping[str, tuple[Tensor, Tensor]] = {}  # of logical rank 0
+
+    def note_grads(self) -> None:
+        """Note what ``.grad`` holds, in the first forward of the step.
+
+        Not before, because `zero_grad()` may come in the first turn of the loop. It is
+        usually None. Averages that are kept count once in each logical rank.
+        """
+        if self._grads is None:
+            self._grads = [
+                None if param.grad is None else param.grad.detach().clone()
+                for param in self._params
+            ]
+
+    def changed_parameters(self) -> list[int]:
+        """Return the indices of parameters that were changed since the beginning."""
+        pairs = zip(self._params, self._versions, strict=True)
+        return [
+            i for i, (param, version) in enumerate(pairs) if param._version != version
+        ]
+
+    def take(self) -> Grads:
+        """Return the gradients that a logical rank has left in ``.grad``.
+
+        Those that were there before stay where they are; the others are set to None.
+        """
+        self.note_grads()
+        assert self._grads is not None
+        found: Grads = []
+        for param, before in zip(self._params, self._grads, strict=True):
+            grad = param.grad
+            if before is not None and grad is not None:
+                found.append(grad.detach().clone())
+                continue
+            found.append(grad)
+            param.grad = None
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let a logical rank begin like the first one."""
+        for param, before in zip(self._params, self._grads or (), strict=False):
+            if before is not None and param.grad is None:
+                param.grad = before.clone()
+            elif before is not None and param.grad is not None:
+                param.grad.detach().copy_(before)
+        self._restore_buffers(self._first)
+        for owner, key, name in self._places():
+            if name not in self._names:  # a forward has registered it
+                del owner._buffers[key]
+
+    def keep_buffers(self) -> None:
+        """Keep the buffers of logical rank 0, which are the module's after the step."""
+        self._names = [name for _, _, name in self._places()]
+        self._kept = self._saved_buffers()
+        self._names = list(self._first)
+
+    @torch.no_grad()
+    def end(self, *, has_first: bool) -> None:
+        """Give the module the buffers of logical rank 0, or without it those before."""
+        self._restore_buffers(self._kept if has_first else self._first)
+
+    def _places(self) -> list[tuple[nn.Module, str, str]]:
+        """Return for each buffer its module, and its name there and in all."""
+        return [
+            (owner, key, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in self._module.named_modules()
+            for key, value in owner._buffers.items()
+            if value is not None
+        ]
+
+    def _saved_buffers(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each buffer by name, with a copy of its values."""
+        found = {}
+        for owner, key, name in self._places():
+            value = owner._buffers[key]
+            if name in self._names and value is not None and not value.is_meta:
+                found[name] = value, value.detach().clone()
+        return found
+
+    def _restore_buffers(self, saved: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Put buffers back: the tensors, which may have been replaced, and values."""
+        places = {name: (owner, key) for owner, key, name in self._places()}
+        for name, (value, before) in saved.items():
+            if name in places:
+                owner, key = places[name]
+                owner._buffers[key] = value
+            value.copy_(before)
