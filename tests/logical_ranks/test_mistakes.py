@@ -307,7 +307,7 @@ def test_a_loop_that_was_left_is_gone_with_its_wrapper(ctx):
 
 
 def kept_after(ctx, number):
-    module = nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(4)))
+    module = nn.Sequential(*(nn.Linear(60, 60, bias=False) for _ in range(16)))
     model = wrapped(ctx, module, number, bucket_cap_mb=0.01)
     for step in range(3):
         trained_on(model, step, 60)
@@ -323,10 +323,12 @@ def trained_on(model, step, width):
 
 
 @pytest.mark.fresh
-def test_nothing_of_a_sum_stays_after_the_step(pool):
+def test_sums_do_not_stay_after_the_step(pool):
+    """Threads of Gloo keep their last messages: four of two groups, of 16 buckets."""
     (one,) = pool.run(kept_after, 1, 6)
+    messages = 4 * 2 * 60 * 60
     for size in (2, 3, 4):
-        assert max(pool.run(kept_after, size, 6)) <= one, f"{size} ranks"
+        assert max(pool.run(kept_after, size, 6)) <= one + messages, f"{size} ranks"
 
 
 @on_ranks(1, 2)
