@@ -198,7 +198,9 @@ class Slices:
 
     def gather(self, mine: Tensor, group: ProcessGroup) -> tuple[Tensor, comm.Work]:
         """Start to gather the sums of all slices, in the payload if it is even."""
-        rows = self.payload.view(len(self._nodes), -1) if self._is_even else None
+        rows = None
+        if self._is_even:
+            rows = self.payload.view(len(self._nodes), self._width)
         return comm.start_gathering(mine, group, rows)
 
     def put_together(self, rows: Tensor) -> None:

@@ -10,6 +10,7 @@ itself knows nothing of this.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib.util
 import json
@@ -157,6 +158,8 @@ def main() -> int:
     Path(plan.folder, f"worker-{attempt}-{rank}.pid").write_text(str(os.getpid()))
     if rank == plan.rank and attempt == "0":
         arm(plan, script)
+    # A worker that hangs where nobody can see it says where, in its log.
+    faulthandler.dump_traceback_later(20, repeat=False)
     try:
         return int(script.main())
     except BaseException:

@@ -82,6 +82,20 @@ def test_features(pool, scenario, number):
     check(pool, scenario, number, ranks=(2, 3))
 
 
+def empty(ctx, number):
+    """A parameter without elements has a bucket of its own."""
+    module = torch.nn.Linear(12, 3)
+    module.nothing = torch.nn.Parameter(torch.zeros(0, 4))
+    model = trainings.wrapped(ctx, module, number, bucket_cap_mb=0)
+    for leaf in model.each_logical_rank():
+        (model(batch(0, leaf)).square().mean() + module.nothing.sum()).backward()
+    return [param.grad.clone() for param in module.parameters()]
+
+
+def test_a_parameter_without_elements(pool):
+    check(pool, empty, 7)
+
+
 def test_buckets_change_no_bits(pool):
     layouts = [{"bucket_cap_mb": cap} for cap in (0, 0.001, 0.01, 1)]
     (first, *others) = [

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import minidp
 from minidp import DataParallel, LogicalRankError, MiniDPError, ReplicaMismatchError
@@ -113,6 +114,7 @@ def test_methods_that_depend_on_the_number_of_ranks(ctx):
     model = wrapped(ctx, net(), 4)
     assert "sync_gradients()" in error_of(model.sync_gradients)
     assert "join()" in error_of(model.join)
+    assert "join()" in error_of(lambda: Join([model]))
 
 
 @on_ranks(2)

@@ -554,6 +554,7 @@ REFUSED = {
     HAS_NOT + "skip_all_reduce_unused": lambda: alone(**SKIPS),
     HAS_NOT + 'bucket_cap_mb="auto"': lambda: alone(bucket_cap_mb="auto"),
     HAS_NOT + 'average_over="items"': lambda: alone(average_over="items"),
+    HAS_NOT + "logical_ranks": lambda: alone(logical_ranks=2),
     HAS_NOT + "a sparse": lambda: alone(nn.Embedding(4, 4, sparse=True)),
     HAS_NOT + "join": lambda: alone().join(),
     HAS_NOT + "register_comm_hook": lambda: alone().register_comm_hook(None, None),
