@@ -279,6 +279,30 @@ MUTANTS = [
         first="shared_memory/test_sums.py",
     ),
     Mutant(
+        "sums over logical ranks are not divided by their number",
+        "1.0 / self._leaves if self.items is None else self.items.scale",
+        "1.0 if self.items is None else self.items.scale",
+        first="logical_ranks",
+    ),
+    Mutant(
+        "a rank forgets all but its last logical rank",
+        "self._partial.add_to_bucket(plan, views)",
+        "None",
+        first="logical_ranks",
+    ),
+    Mutant(
+        "random numbers do not depend on the logical rank",
+        "randomness.seed_all(self.options.seed, step, leaf)",
+        "randomness.seed_all(self.options.seed, step, self.block[0])",
+        first="logical_ranks",
+    ),
+    Mutant(
+        "the sums of logical ranks are added from the wrong end",
+        "self._plus(self.open.pop()[1], value)",
+        "self._plus(value, self.open.pop(0)[1])",
+        first="logical_ranks",
+    ),
+    Mutant(
         "C++: a bucket in shared memory is read before its sums are there",
         "if (!all_posted(bucket)) {\n    return false;",
         "if (!all_posted(bucket)) {\n    return true;",
