@@ -254,13 +254,15 @@ class HomeStreams:
         if len(self._devices) > 1:
             self._streams = {each: current_stream(each) for each in self._devices}
 
-    def streams_of(self, device: torch.device) -> set[torch.Stream]:
-        """Return the stream that was noted for a device, or nothing."""
-        return {self._streams[device]} if device in self._streams else set()
+    def add_to(self, buckets: Iterable[BucketStreams | None]) -> None:
+        """Let whoever flattens a bucket wait for the script's stream, too."""
+        for bucket in buckets if self._streams else ():
+            if bucket is not None:
+                bucket.written_on.add(self._streams[bucket.device])
 
     def follow(self, device: torch.device) -> None:
         """Let the current stream of a device wait for the one that was noted."""
-        for home in self.streams_of(device):
+        if (home := self._streams.get(device)) is not None:
             current = current_stream(device)
             if current != home:
                 current.wait_stream(home)
@@ -281,18 +283,18 @@ class BucketStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self.written_on: set[torch.Stream] = set()  # filled by the grad hooks
         self._flattened_on: torch.Stream | None = None
         self._users: set[torch.Stream] = set()  # of the buffer
 
     def made_buffer(self) -> None:
         """Note that the current stream has made the buffer."""
-        self._users = {current_stream(self._device)}
+        self._users = {current_stream(self.device)}
 
     def use_buffer(self, buffer: Tensor) -> None:
         """Mark the buffer as used by the current stream, unless that is known."""
-        current = current_stream(self._device)
+        current = current_stream(self.device)
         if current not in self._users:
             self._users.add(current)
             use_here(buffer)
@@ -307,7 +309,7 @@ class BucketStreams:
             grads: What was recorded for each slot. Gradients of another stream are
                 marked as used by this one.
         """
-        current = current_stream(self._device)
+        current = current_stream(self.device)
         others = self.written_on - {current}
         for other in others:
             current.wait_stream(other)
@@ -322,7 +324,7 @@ class BucketStreams:
 
         A backward that raised has not let the caller's stream wait for its hooks.
         """
-        current, flattened = current_stream(self._device), self._flattened_on
+        current, flattened = current_stream(self.device), self._flattened_on
         users = self.written_on | ({flattened} if flattened is not None else set())
         for other in users - {current}:
             current.wait_stream(other)

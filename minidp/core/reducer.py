@@ -291,9 +291,8 @@ class Reducer:
             special |= mode.first_entries()
         # Not in two steps: hooks on other threads read entries without the lock.
         self.pending.open(usual, special, queue.averaging.factors.pre)
-        for bucket in queue.buckets:  # a hook on another device may flatten it
-            if bucket.streams is not None:
-                bucket.streams.written_on |= self.home.streams_of(bucket.plan.device)
+        # A hook on another device may flatten a bucket.
+        self.home.add_to(bucket.streams for bucket in queue.buckets)
         for i in mode.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)

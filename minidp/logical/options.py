@@ -22,8 +22,7 @@ class LogicalOptions:
     number: int
     seed: int = 0
     first_step: int = 0  # how many steps earlier runs have made
-
-    is_resumed: bool = False
+    is_resumed: bool = False  # the other numbers are those of an earlier run
 
     @property
     def compared(self) -> tuple[int, ...]:

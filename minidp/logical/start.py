@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ class Start:
         self._params, self._module = params, module
         self._versions = [param._version for param in params]
         self._grads: Grads | None = None  # None: nobody has looked yet
-        self._names = list(buffers)
-        self._first = self._saved_buffers()
+        # Also those that are ignored, or have a second name: they stay.
+        self._known = {name for _, _, name in self._places()}
+        self._first = self._saved_buffers(buffers)
         self._kept: Mapping[str, tuple[Tensor, Tensor]] = {}  # of logical rank 0
 
     def note_grads(self) -> None:
@@ -78,14 +79,13 @@ class Start:
                 param.grad.detach().copy_(before)
         self._restore_buffers(self._first)
         for owner, key, name in self._places():
-            if name not in self._names:  # a forward has registered it
+            if name not in self._known:  # a forward has registered it
                 del owner._buffers[key]
 
     def keep_buffers(self) -> None:
         """Keep the buffers of logical rank 0, which are the module's after the step."""
-        self._names = [name for _, _, name in self._places()]
-        self._kept = self._saved_buffers()
-        self._names = list(self._first)
+        late = {name for _, _, name in self._places()} - self._known
+        self._kept = self._saved_buffers(late.union(self._first))
 
     @torch.no_grad()
     def end(self, *, has_first: bool) -> None:
@@ -101,12 +101,14 @@ class Start:
             if value is not None
         ]
 
-    def _saved_buffers(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return each buffer by name, with a copy of its values."""
+    def _saved_buffers(
+        self, names: Collection[str]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the buffers of these names, each with a copy of its values."""
         found = {}
         for owner, key, name in self._places():
             value = owner._buffers[key]
-            if name in self._names and value is not None and not value.is_meta:
+            if name in names and value is not None and not value.is_meta:
                 found[name] = value, value.detach().clone()
         return found
 

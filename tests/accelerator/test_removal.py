@@ -175,6 +175,9 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "synchronize torch.accelerator.synchronize": TIMES,
         "use_here _record": BECOME_VIEWS,
         "_record memory.record_stream": BECOME_VIEWS,
+        "HomeStreams.add_to bucket.written_on.add": training(
+            scenarios.unused_on_another_device, "run_aside"
+        ),
         "HomeStreams.follow current.wait_stream": training(
             scenarios.items_on_two_devices, "run_aside"
         ),

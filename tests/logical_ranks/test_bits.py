@@ -82,6 +82,25 @@ def test_features(pool, scenario, number):
     check(pool, scenario, number, ranks=(2, 3))
 
 
+def of_own_buffers(ctx, number):
+    """One buffer is on the ignore list, and one has two names."""
+    module = net()
+    module[0].register_buffer("ignored", torch.ones(2))
+    module[0].register_buffer("other_name", module[1].running_mean)
+    module._ddp_params_and_buffers_to_ignore = ["0.ignored"]
+    model = trainings.wrapped(ctx, module, number)
+    for step in range(2):
+        for leaf in model.each_logical_rank():
+            model(batch(step, leaf)).square().mean().backward()
+        assert module[0].ignored.tolist() == [1.0, 1.0]
+        assert module[0].other_name is module[1].running_mean
+    return [param.grad.clone() for param in module.parameters()]
+
+
+def test_buffers_that_are_ignored_or_shared_stay(pool):
+    check(pool, of_own_buffers, 6)
+
+
 def empty(ctx, number):
     """A parameter without elements has a bucket of its own."""
     module = torch.nn.Linear(12, 3)
