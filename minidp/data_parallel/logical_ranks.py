@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,10 @@ def each_logical_rank(  # noqa: D417 -- self: a method
     return _of(self, "each_logical_rank").each(step)
 
 
-def logical_block(self: DataParallel) -> range:
+def logical_block(self: DataParallel) -> Sequence[int]:
     """The numbers of the logical ranks that this rank does, in each step the same.
+
+    With `minidp.torchft`, where others may take them over, those of the last round.
 
     Raises:
         UnavailableError: The model has no logical ranks. It is an AttributeError, too.

@@ -2,10 +2,28 @@
 
 Read `tree` (in which order gradients are added up), `partial_sums` (what a rank adds up
 by itself), `averaging` (how the rest travels), `start` (from what each logical rank
-begins), `loop` (their turns, and mistakes in them), `options`.
+begins), `loop` (their turns, and mistakes in them), `options`. Much of this is exported
+for `minidp.torchft` alone, where ranks may die in a step.
 """
 
-from .loop import LogicalRanks
+from .averaging import Slices, TreeAveraging
+from .loop import LogicalRanks, Round
 from .options import LogicalOptions, conditions, read
+from .partial_sums import PartialSums
+from .start import Start
+from .tree import Node, block, cover
 
-__all__ = ["LogicalOptions", "LogicalRanks", "conditions", "read"]
+__all__ = [
+    "LogicalOptions",
+    "LogicalRanks",
+    "Node",
+    "PartialSums",
+    "Round",
+    "Slices",
+    "Start",
+    "TreeAveraging",
+    "block",
+    "conditions",
+    "cover",
+    "read",
+]

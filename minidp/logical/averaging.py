@@ -112,9 +112,9 @@ class TreeAveraging(Averaging):
         """Start to add up a bucket over all ranks, in place."""
         if self._adds_pairs:
             return super().reduce(plan, payload, shared)
-        pieces = [*self._partial.pieces(plan, payload), payload]
+        pieces = self._partial.pieces(plan, payload)
         group = self._communicator.group
-        slices = Slices(pieces, self._nodes, self._leaves, group)
+        slices = Slices(payload, pieces, self._nodes, self._leaves, group)
         if not payload.is_cpu:
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
@@ -147,8 +147,9 @@ class Slices:
     """How a bucket is cut into a slice for each rank, and its sums are put together.
 
     Args:
-        pieces: What this rank brings, each of the payload's shape; the last one is the
-            payload, which gets the sum.
+        payload: What gets the sum, of one dimension.
+        pieces: What this rank brings, each of the payload's shape. One of them may be
+            the payload.
         nodes: The nodes of the pieces of all ranks, by rank.
         leaves: How many logical ranks there are.
         group: The process group.
@@ -156,14 +157,15 @@ class Slices:
 
     def __init__(
         self,
+        payload: Tensor,
         pieces: Sequence[Tensor],
         nodes: Sequence[Sequence[Node]],
         leaves: int,
         group: ProcessGroup,
     ) -> None:
-        self.pieces, self._nodes, self._leaves = pieces, nodes, leaves
+        self.payload, self.pieces = payload, pieces
+        self._nodes, self._leaves = nodes, leaves
         self.group = group
-        self.payload = pieces[-1]
         # Of a slice. The last slices may be shorter, and are filled up with zeros.
         self._width = -(-self.payload.numel() // len(nodes))
         self._is_even = self._width * len(nodes) == self.payload.numel()
@@ -176,7 +178,8 @@ class Slices:
         """
         ranks = len(self._nodes)
         counts = [len(each) for each in self._nodes]
-        if len(self.pieces) == 1 and self._is_even:  # it is cut already
+        is_cut = len(self.pieces) == 1 and self.pieces[0] is self.payload
+        if is_cut and self._is_even:
             slices = self.payload.view(ranks, 1, self._width)
             return comm.start_exchange(slices, counts, self.group)
         slices = self.payload.new_zeros(ranks, len(self.pieces), self._width)
@@ -189,10 +192,10 @@ class Slices:
     def add_up(self, arrived: Tensor) -> Tensor:
         """Return the sum of a slice of all pieces, which `exchange` has brought."""
         sums: Sums[Tensor] = Sums(self._leaves, Tensor.add_)
-        rows = iter(arrived.unbind())
-        for nodes in self._nodes:
-            for node in nodes:
-                sums.add(node, next(rows))
+        nodes = [node for each in self._nodes for node in each]
+        pairs = list(zip(nodes, arrived.unbind(), strict=True))
+        for node, row in sorted(pairs, key=lambda pair: pair[0].first):
+            sums.add(node, row)
         ((_, total),) = sums.open
         return total
 

@@ -11,6 +11,10 @@ one's backward reduces.
                               | left early, or the body raises
                               '--> the next step, forward or loop raises, until reset()
 
+The turns of a step come in one round, at whose end a backward reduces. Where ranks may
+die in a step (`minidp.torchft`), a reduction may fail, and then another round follows,
+in which the survivors do what is missing (`Rounds`).
+
 A generator runs the loop. Nobody here refers to it, so that one that the script drops
 is gone at once, and leaves the loop open.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from torch import Tensor, nn
 
@@ -34,6 +38,53 @@ from .options import LogicalOptions
 from .partial_sums import Grads, PartialSums
 from .start import Start
 from .tree import block
+
+
+class Round(NamedTuple):
+    """The logical ranks that this rank does until the next reduction."""
+
+    leaves: Sequence[int]
+    seed: int  # from which, with the step, random numbers are made
+    step: int
+
+
+class Rounds(Protocol):
+    """Says what this rank does in a step, in one round or in several.
+
+    Nobody else does it in the meantime: all ranks know who does what.
+    """
+
+    def of_step(
+        self, step: int | None, partial: PartialSums, start: Start
+    ) -> Iterator[Round]:
+        """Return the rounds of a step.
+
+        The iterator goes on after a round when the reduction of that has ended, well or
+        not. All rounds but the last one have failed.
+
+        Args:
+            step: The number of the step, if the script says one.
+            partial: To be told what this rank does, and what it may forget.
+            start: Has the module buffers that the step leaves.
+        """
+
+
+class OneRound:
+    """The round of a step in which all ranks reduce, or none: a block of neighbours.
+
+    Args:
+        logical: Has the block, the seed, and the number of the next step.
+    """
+
+    def __init__(self, logical: LogicalRanks) -> None:
+        self._logical: LogicalRanks = weakref.proxy(logical)
+
+    def of_step(
+        self, step: int | None, partial: PartialSums, start: Start
+    ) -> Iterator[Round]:
+        """Return the only round."""
+        mine = self._logical
+        yield Round(mine.block, mine.options.seed, mine.step if step is None else step)
 
 
 class Switch(Protocol):
@@ -68,12 +119,14 @@ class LogicalRanks(Observer):
     ) -> None:
         communicator = reducer.communicator
         self.options = options
-        self.block = block(options.number, communicator.size, communicator.rank)
+        mine = block(options.number, communicator.size, communicator.rank)
+        self.block: Sequence[int] = mine  # in the last round
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
         self._module = module
         self._switch = switch
         self._sync_buffers = sync_buffers
-        self._partial = PartialSums(options.number, self.block)
+        self._partial = PartialSums(options.number, mine)
+        self._rounds: Rounds = OneRound(self)
         self._averaging = TreeAveraging(
             reducer.queue.averaging, options.number, self._partial, communicator
         )
@@ -93,6 +146,19 @@ class LogicalRanks(Observer):
     def has_reduced(self) -> bool:
         """Whether the last logical rank of an open loop has reduced."""
         return self._open is not None and self._open.num_reduced > 0
+
+    def share_out(
+        self, rounds: Rounds, averaging: Callable[[PartialSums], TreeAveraging]
+    ) -> None:
+        """Let somebody else say which logical ranks this rank does, and average them.
+
+        Args:
+            rounds: Says which, in several rounds if a reduction fails.
+            averaging: Makes what takes the place of the reducer's `Averaging`.
+        """
+        self._rounds, self._partial.may_repeat = rounds, True
+        self._averaging = averaging(self._partial)
+        self._reducer.queue.averaging = self._averaging
 
     def connect(self, copy_from: int | None = None) -> None:
         """Agree on seed and step, and create what sums need; all ranks call it.
@@ -128,35 +194,38 @@ class LogicalRanks(Observer):
                 "several micro-batches in each logical rank, all but the last of them "
                 "inside no_sync()",
             )
-        return self._each(self.step if step is None else step)
+        return self._each(step)
 
-    def _each(self, step: int) -> Iterator[int]:
+    def _each(self, step: int | None) -> Iterator[int]:
         self.refuse_unfinished()
-        self.step = step
         # Before buffers are read: their broadcast must not find an open loop.
         buffers = self._sync_buffers()
         params = self._reducer.params
         loop = self._open = _Loop(Start(params, self._module, buffers))
         self._partial.clear()
-        for leaf in self.block:
-            loop.begin(leaf)
-            self._switch(enabled=leaf == self.block[-1])
-            randomness.seed_all(self.options.seed, step, leaf)
-            yield leaf
-            if self._open is not loop:  # reset() was called meanwhile
-                return
-            self._end_turn(loop, leaf)
-        loop.start.end(has_first=self.block.start == 0)
+        for now in self._rounds.of_step(step, self._partial, loop.start):
+            self.step, self.block = now.step, now.leaves
+            loop.begin_round()
+            for leaf in now.leaves:
+                loop.begin(leaf)
+                is_last = leaf == now.leaves[-1]
+                self._switch(enabled=is_last)
+                randomness.seed_all(now.seed, now.step, leaf)
+                yield leaf
+                if self._open is not loop:  # reset() was called meanwhile
+                    return
+                self._end_turn(loop, leaf, is_last=is_last)
+        loop.start.end()
+        self._partial.clear()
         self._close()
-        self.step = step + 1
+        self.step += 1
 
     def _close(self) -> None:
         loop, self._open = self._open, None
         if loop is not None:
             loop.leave()
 
-    def _end_turn(self, loop: _Loop, leaf: int) -> None:
-        is_last = leaf == self.block[-1]
+    def _end_turn(self, loop: _Loop, leaf: int, *, is_last: bool) -> None:
         if is_last and not loop.num_reduced:
             self._fail(
                 f"Logical rank {leaf}, the last one of this rank, has not reduced.",
@@ -246,7 +315,7 @@ class LogicalRanks(Observer):
 
     def finished(self) -> None:
         """Note that the last logical rank has reduced, and how ``.grad`` looks now."""
-        self._partial.clear()
+        self._partial.reduced()
         self._averaging.let_go()
         if self._open is None:
             return
@@ -265,7 +334,7 @@ class LogicalRanks(Observer):
         self._partial.clear()
         self._averaging.let_go()
         if self._open is not None:
-            self._open.start.end(has_first=False)
+            self._open.start.end(as_before=True)
         self._close()
 
     # -- what must not happen ----------------------------------------------------------
@@ -349,6 +418,12 @@ class _Loop:
         self._outside: randomness.Numbers
         self._outside = randomness.Numbers() if other is None else other._outside
         _open_loops.add(self)
+
+    def begin_round(self) -> None:
+        """Begin a round, and drop what a reduction that failed has left in .grad."""
+        if self.num_reduced:
+            self.num_reduced = 0
+            self.start.take()
 
     def begin(self, leaf: int) -> None:
         """Let a logical rank begin like the first one."""

@@ -31,15 +31,38 @@ class PartialSums:
     """
 
     def __init__(self, leaves: int, block: range) -> None:
-        self._leaves = leaves
-        self.nodes = cover(leaves, block)  # of the pieces; the bucket is the last one
-        self.num_apart = len(self.nodes) - 1  # how many pieces travel beside the bucket
+        self._leaves, self._block = leaves, block
+        self.may_repeat = False  # a reduction may fail, and another round follow
+        self.kept: list[tuple[Node, Grads]]  # sums of earlier rounds, left to right
         self.clear()
 
     def clear(self) -> None:
         """Forget all sums."""
-        self._sums: Sums[Grads] = Sums(self._leaves, plus)
+        self.kept = []
         self._made: dict[torch.device, After] = {}  # when they were, by device
+        self.begin(self._block)
+
+    def begin(self, turns: Sequence[int]) -> None:
+        """Begin a round of these logical ranks, in ascending order.
+
+        What is `kept` remains. Without any logical ranks this rank has nothing to add
+        to the sum, and what its buckets hold does not count.
+        """
+        self._sums: Sums[Grads] = Sums(self._leaves, plus)
+        self._has_bucket = bool(turns)
+        # How many sums of this round travel beside the bucket.
+        self._num_apart = max(len(cover(self._leaves, turns)) - 1, 0)
+
+    def reduced(self) -> None:
+        """Forget all sums after a reduction, unless it may have failed."""
+        if not self.may_repeat:
+            self.clear()
+
+    def keep(self) -> None:
+        """Keep the sums of a round that has failed, for the next one."""
+        self.kept += self._sums.open
+        self.kept.sort(key=lambda pair: pair[0].first)
+        self._sums = Sums(self._leaves, plus)
 
     def add(self, leaf: int, grads: Grads) -> None:
         """Add the gradients of a logical rank, whose memory is ours from now on."""
@@ -66,7 +89,7 @@ class PartialSums:
             plan: Which parameters the bucket has.
             views: The view of the bucket's buffer for each of them.
         """
-        meeting = [grads for _, grads in self._sums.open[self.num_apart :]]
+        meeting = [grads for _, grads in self._sums.open[self._num_apart :]]
         sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
         if plan.device.type == "cpu":  # a view that was just written is in the cache
             for k, view in enumerate(views):
@@ -77,14 +100,17 @@ class PartialSums:
                 _add(views, grads)
 
     def pieces(self, plan: BucketPlan, payload: Tensor) -> list[Tensor]:
-        """Return the sums that stay apart, each flat like a bucket's payload.
+        """Return what this rank adds to the sum of a bucket: its payload is the last.
+
+        The others are sums that stay apart, each flat like the payload.
 
         Args:
             plan: Which parameters the bucket has.
             payload: Its buffer, of one dimension and real.
         """
         found = []
-        apart = [grads for _, grads in self._sums.open[: self.num_apart]]
+        apart = [grads for _, grads in self.kept]
+        apart += [grads for _, grads in self._sums.open[: self._num_apart]]
         for grads in self._of(plan, apart):
             piece = values = torch.zeros_like(payload)
             if plan.dtype.is_complex:
@@ -94,7 +120,7 @@ class PartialSums:
                     place = slot.shape, slot.stride, slot.offset
                     values.as_strided(*place).copy_(grad)
             found.append(piece)
-        return found
+        return [*found, payload] if self._has_bucket else found
 
 
 def plus(left: Grads, right: Grads) -> Grads:

@@ -26,12 +26,18 @@ class Start:
         buffers: Mapping[str, Tensor],
     ) -> None:
         self._params, self._module = params, module
-        self._versions = [param._version for param in params]
         self._grads: Grads | None = None  # None: nobody has looked yet
         # Also those that are ignored, or have a second name: they stay.
         self._known = {name for _, _, name in self._places()}
-        self._first = self._saved_buffers(buffers)
-        self._kept: Mapping[str, tuple[Tensor, Tensor]] = {}  # of logical rank 0
+        self._common = sorted(buffers)
+        self.note_state()
+
+    def note_state(self) -> None:
+        """Note parameters and buffers: the step begins with what they are now."""
+        self._versions = [param._version for param in self._params]
+        self._first = self._saved_buffers(self._common)
+        # Those that logical rank 0 has left, if it had its turn here.
+        self._kept: Mapping[str, tuple[Tensor, Tensor]] | None = None
 
     def note_grads(self) -> None:
         """Note what ``.grad`` holds, in the first forward of the step.
@@ -87,10 +93,40 @@ class Start:
         late = {name for _, _, name in self._places()} - self._known
         self._kept = self._saved_buffers(late.union(self._first))
 
+    @property
+    def first_buffers(self) -> list[Tensor]:
+        """The values with which the step has begun, of buffers that all ranks have."""
+        return [value for _, value in self._first.values()]
+
+    def begin_with(self, values: Sequence[Tensor]) -> None:
+        """Let the step begin with other values of these buffers."""
+        for mine, value in zip(self.first_buffers, values, strict=True):
+            mine.copy_(value)
+        self._restore_buffers(self._first)
+
+    def buffers_of_first(self) -> list[Tensor] | None:
+        """Return what logical rank 0 has left in the buffers that all ranks have.
+
+        It is None if that had its turn elsewhere.
+        """
+        if self._kept is None:
+            return None
+        return [self._kept[name][1] for name in self._first if name in self._kept]
+
+    def end_with(self, values: Sequence[Tensor]) -> None:
+        """Let the step leave these values in the buffers that all ranks have."""
+        pairs = zip(self._first.items(), values, strict=True)
+        self._kept = {name: (buffer, value) for (name, (buffer, _)), value in pairs}
+
     @torch.no_grad()
-    def end(self, *, has_first: bool) -> None:
-        """Give the module the buffers of logical rank 0, or without it those before."""
-        self._restore_buffers(self._kept if has_first else self._first)
+    def end(self, *, as_before: bool = False) -> None:
+        """Give the module the buffers of logical rank 0.
+
+        If that had its turn on another rank, or with ``as_before``, it gets those with
+        which the step has begun.
+        """
+        kept = None if as_before else self._kept
+        self._restore_buffers(self._first if kept is None else kept)
 
     def _places(self) -> list[tuple[nn.Module, str, str]]:
         """Return for each buffer its module, and its name there and in all."""

@@ -18,7 +18,7 @@ block covers whole, and only those sums travel (`cover`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
@@ -61,12 +61,12 @@ def block(leaves: int, ranks: int, rank: int) -> range:
     return range(start, start + size + (rank < more))
 
 
-def cover(leaves: int, covered: range) -> list[Node]:
-    """Return the fewest nodes that cover a block of logical ranks, from left to right.
+def cover(leaves: int, covered: Iterable[int]) -> list[Node]:
+    """Return the fewest nodes that cover some logical ranks, from left to right.
 
     Args:
         leaves: How many logical ranks there are in all.
-        covered: The block.
+        covered: These, in ascending order.
     """
     sums = Sums(leaves, int.__add__)
     for leaf in covered:

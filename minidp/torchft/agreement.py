@@ -46,10 +46,14 @@ class Agreement:
 
     A `Quorum` makes it and calls its methods. Layouts are plain data here, as
     `to_plain` makes them.
+
+    Args:
+        reducer: The reducer whose layout it is.
+        logical_ranks: Their number, which must be the same on all replicas.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, logical_ranks: int | None = None) -> None:
+        self._reducer, self._logical_ranks = reducer, logical_ranks
         queue = reducer.queue
         self._policy = NotByItself(queue.config.saved_layout)
         reducer.rebuild_policy = self._policy
@@ -98,7 +102,8 @@ class Agreement:
             f"{spec.name}: {spec.dtype} {tuple(param.shape)}"
             for spec, param in zip(queue.specs, params, strict=True)
         ]
-        return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
+        found += [f"{name}={getattr(config, name)}" for name in DECISIVE]
+        return [*found, f"logical_ranks={self._logical_ranks}"]
 
     def follow(self, step: int) -> None:
         """Use what was agreed on in an earlier step, if that step is committed."""

@@ -9,10 +9,11 @@ all buckets of a backward a second time if one of the participants dies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -39,6 +40,7 @@ KNOWN = ("0.2.0",)  # the versions whose private names mean what is assumed belo
 KEY = "minidp"  # the key of the layout in the state that a joining replica receives
 ATTEMPTS = 3  # how often gradients are sent before the step is given up
 SUM = ReduceOp.SUM
+Started = TypeVar("Started")
 
 
 def require_known(version: str) -> None:
@@ -112,17 +114,34 @@ class Sum:
         """Write the tensor, and start its sum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
+        self._note_stream()
+
+    def _note_stream(self) -> None:
         device = self.tensor.device
         self._stream = current_stream(device) if has_streams(device) else None
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Let the block run on the stream of the launch, and this one wait for it.
+
+        The manager refuses to wait on another one.
+        """
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            yield
+            ended = After(self.tensor.device)
+        ended.hold_back()
+
+    def pass_on(self) -> None:
+        """Do what has to be done before any sum is waited for to its end: nothing."""
 
     def end(self) -> None:
         """Wait for this all-reduce, whose error the manager keeps."""
         if self._stream is not None:
-            # The manager refuses to wait on another stream than that of the launch.
-            with self._stream, waiting():
+            with self._on_stream(), waiting():
                 self.work.wait()
-                ended = After(self.tensor.device)
-            ended.hold_back()
             return
         # The manager's own `wait` makes futures and hands each to a thread with timers.
         # For a sum on the CPU, which has ended here, they have nothing to do.
@@ -168,17 +187,26 @@ class Quorum:
     The constructor adds the bucket layout to the state that the manager sends to
     joining replicas.
 
+    Args:
+        manager: The manager.
+        reducer: The reducer whose buckets are summed.
+        logical_ranks: The number of logical ranks, if there are any. They have rounds
+            of their own (`logical`) when a replica dies.
+
     Raises:
         ValueError: Another wrapper has added a layout to this manager.
     """
 
-    def __init__(self, manager: Any, reducer: Reducer) -> None:
+    def __init__(
+        self, manager: Any, reducer: Reducer, logical_ranks: int | None = None
+    ) -> None:
         self.manager = manager
         self.sums: list[Sum] = []  # those of this backward, in launch order
         self.step = -1  # the manager's step when this backward began
         self.contributors = 1  # how many there are in this quorum, to divide by
         self.seat = 0, 1  # the index in the last `members`, and how many these were
-        self.agreement = Agreement(reducer)
+        self._has_rounds = logical_ranks is not None
+        self.agreement = Agreement(reducer, logical_ranks)
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # the participants that were logged last
         try:
@@ -222,6 +250,60 @@ class Quorum:
         known = getattr(self.manager._pg, "_rank", None)
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This replica's rank in the manager's process group, and the size of that."""
+        return self.position(), int(self.manager._pg.size())
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which messages travel."""
+        return self._reducer.queue.specs[0].device
+
+    def attempt(self, start: Callable[[], Started]) -> Started | None:
+        """Start a message of the manager's process group, and return what that returns.
+
+        It is None if an error is known, or if this raises one, of which the manager is
+        told.
+        """
+        if self.has_failed:
+            return None
+        try:
+            return start()
+        except Exception as error:  # whatever the process group raises
+            self.manager.report_error(error)
+            return None
+
+    def has_arrived(self, work: Any) -> bool:
+        """Wait for a message, and return whether it has not failed.
+
+        The manager is told of its error.
+        """
+        try:
+            with waiting():
+                work.wait()
+        except Exception as error:  # whatever the process group raises
+            self.manager.report_error(error)
+            return False
+        return True
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over the participants, in place, and wait for it.
+
+        If that fails, `has_failed` says so.
+        """
+        with waiting():
+            self.launch(tensor).wait()
+
+    def note_used(self, sums: Iterable[Sequence[torch.Tensor | None]]) -> None:
+        """Note that the next reduction has gradients of these parameters, too."""
+        used = {i for grads in sums for i, grad in enumerate(grads) if grad is not None}
+        self._reducer.ledger.used_locally |= used
+
+    def give_up(self, why: str) -> None:
+        """Let the manager not commit this step."""
+        self.manager.report_error(RuntimeError(f"minidp: {why}"))
+
     def launch(self, tensor: torch.Tensor) -> Any:
         """Start the manager's sum of a tensor, in place, and return its work.
 
@@ -243,14 +325,22 @@ class Quorum:
             CollectiveError: No quorum was found.
         """
         self.sums = []
+        self.meet()
+        self.contributors = self._count()
+        return self.contributors
+
+    def meet(self) -> None:
+        """Wait for the quorum, and replace the buckets if that is due.
+
+        Raises:
+            MiniDPError, CollectiveError: As `begin`.
+        """
         self._find_out()
         received = self._received()
         if received is None:
             self.agreement.follow(self.manager.current_step())
         else:
             self.agreement.receive(received)
-        self.contributors = self._count()
-        return self.contributors
 
     def _find_out(self) -> None:
         """Wait for the quorum, and log the replicas in it if they have changed."""
@@ -310,9 +400,8 @@ class Quorum:
             mine = self.agreement.proposal()
         numbers = [0] * 2 * len(specs) if mine is None else encode_layout(mine)
         numbers = [1, int(mine is not None), *numbers]
-        sums = torch.tensor(numbers, dtype=torch.int64, device=specs[0].device)
-        with waiting():
-            self.launch(sums).wait()
+        sums = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.add_up(sums)
         if self.has_failed:
             return count
         contributors, is_known, *numbers = map(int, sums.tolist())
@@ -330,21 +419,34 @@ class Quorum:
         help, or gradients cannot be summed again, the manager knows of the error, and
         will not commit the step.
         """
-        manager, sums = self.manager, self.sums
+        sums = self.sums
         for attempt in range(1, ATTEMPTS + 1):
             for each in sums:
+                each.pass_on()
+            for each in sums:
                 each.end()
-            error = manager.errored() or manager._pg.errored()
-            if error is None or attempt == ATTEMPTS or not self._may_repeat():
+            is_last = attempt == ATTEMPTS or not self._may_repeat()
+            if is_last or not self.has_failed:
                 break
-            why = str(error).partition("\n")[0]  # the lines below it are a traceback
-            logger.info("Step %d is repeated with the survivors: %s", self.step, why)
-            # The answer is no. But it lets the next quorum get a new group.
-            manager.should_commit()
-            manager.start_quorum()
+            self.begin_again()
             self._repeat(sums)
         for each in sums:
             each.is_over = True
+
+    def begin_again(self) -> bool:
+        """Begin to look for a new quorum, because a message of this step has failed.
+
+        Returns:
+            Whether this replica was catching up, and has now the state of another one.
+        """
+        manager = self.manager
+        error, was_behind = manager.errored() or manager._pg.errored(), manager._healing
+        why = str(error).partition("\n")[0]  # the lines below it are a traceback
+        logger.info("Step %d is repeated with the survivors: %s", self.step, why)
+        # The answer is no. But it lets the next quorum get a new group.
+        manager.should_commit()
+        manager.start_quorum()
+        return bool(was_behind)
 
     def _may_repeat(self) -> bool:
         """Return whether a failed backward can be summed again, from ``.grad``."""
@@ -355,7 +457,8 @@ class Quorum:
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
         is_alone = manager._use_async_quorum and manager._group_world_size == 1
-        return is_local and is_alone and not manager._healing
+        is_free = is_local and is_alone and not manager._healing
+        return is_free and not self._has_rounds
 
     def _repeat(self, sums: list[Sum]) -> None:
         """Wait for a new quorum, and start to sum the local gradients over it.

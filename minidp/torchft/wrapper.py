@@ -17,6 +17,7 @@ contributors.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,7 @@ from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.shared_memory import SharedBuffer
 
+from .logical import ReplicaRounds, TreeOfReplicas
 from .quorum import Quorum, ReplicaGroup
 
 
@@ -65,22 +67,39 @@ class DataParallel(data_parallel.DataParallel):
         group = ReplicaGroup(manager)
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
-        self._refuse_options(reducer)
-        self._quorum = group.quorum = Quorum(manager, reducer)
-        averaging = reducer.queue.averaging = _ByContributors(self._quorum, reducer)
-        reducer.queue.observers.append(averaging)
-        self._guard.precondition = averaging.refuse_uncommitted
+        self._refuse_options(reducer, manager)
+        logical = self._logical
+        number = None if logical is None else logical.options.number
+        self._quorum = group.quorum = Quorum(manager, reducer, number)
+        commits = _Commits(self._quorum, reducer)
+        if logical is None:
+            reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        else:
+            rounds = ReplicaRounds(self._quorum, logical)
+            logical.share_out(
+                rounds,
+                lambda sums: TreeOfReplicas(reducer, rounds, sums, self._quorum),
+            )
+            commits.refuse_in_loop = logical.refuse_step
+        # First, because logical ranks look at what a backward has left.
+        reducer.queue.observers.append(commits, first=True)
+        self._guard.precondition = commits.refuse_uncommitted
 
-    def _refuse_options(self, reducer: Reducer) -> None:
+    def _refuse_options(self, reducer: Reducer, manager: Any) -> None:
         """Refuse what does not go with replicas that change.
 
         Raises:
             ValueError: The model or an option is such a thing.
         """
         config, specs = reducer.queue.config, reducer.queue.specs
+        is_apart = manager._use_async_quorum and manager._group_world_size == 1
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
         skips = "skip_all_reduce_unused_params"
+        alone = (
+            "a replica that repeats a step by itself has one process only, and a "
+            "manager with use_async_quorum=True"
+        )
         changes = "the replicas, whose counts and times would be compared, change"
         for is_wanted, name, why in (
             (config.static_graph, "static_graph", past),
@@ -88,7 +107,7 @@ class DataParallel(data_parallel.DataParallel):
             (self._replication.check is not None, "check_replicas_every", past),
             (config.tunes, 'bucket_cap_mb="auto"', changes),
             (config.averages_items, 'average_over="items"', changes),
-            (self._logical is not None, "logical_ranks", past),
+            (self._logical is not None and not is_apart, "logical_ranks", alone),
             (any(spec.sparse for spec in specs), "a sparse gradient", dense),
         ):
             if is_wanted:
@@ -142,19 +161,14 @@ def _refuse(what: str, why: str) -> None:
     )
 
 
-class _ByContributors(Averaging, Observer):
-    """Divide by the number of contributors in the quorum, and watch over steps.
-
-    It is the `Averaging` of the reducer, and also an observer. The optimizer guard
-    calls `refuse_uncommitted` before each step.
-    """
+class _ByContributors(Averaging):
+    """Divide by the number of contributors in the quorum."""
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         batched = reducer.queue.config.batched_grad_copy
         device = reducer.queue.specs[0].device
         super().__init__(reducer.communicator, device, batched=batched)
-        # The reducer holds this object, so this one holds the reducer weakly.
-        self._quorum, self._reducer = quorum, weakref.proxy(reducer)
+        self._quorum = quorum
         self.no_shared_memory = "the manager reduces the buckets"
 
     @property
@@ -174,6 +188,18 @@ class _ByContributors(Averaging, Observer):
         self.num_contributors = self._quorum.begin()
         super().begin()
 
+
+class _Commits(Observer):
+    """Watch over what is written and stepped before the manager commits.
+
+    The optimizer guard calls `refuse_uncommitted` before each step.
+    """
+
+    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
+        # The reducer holds this object, so this one holds the reducer weakly.
+        self._quorum, self._reducer = quorum, weakref.proxy(reducer)
+        self.refuse_in_loop: Callable[[], None] = lambda: None  # of logical ranks
+
     def finished(self) -> None:
         """Set ``.grad`` to None where no contributor has used the parameter.
 
@@ -191,7 +217,9 @@ class _ByContributors(Averaging, Observer):
 
         Raises:
             UnsyncedGradientsError: The manager has not committed it.
+            LogicalRankError: A loop over logical ranks has not ended.
         """
+        self.refuse_in_loop()
         if not self._reducer.ledger.sync_enabled:  # a local step
             return
         step, rank = self._quorum.step, self._quorum.rank

@@ -1,0 +1,346 @@
+"""Logical ranks on replicas that may die: the survivors take the turns of the dead.
+
+What a logical rank computes does not depend on who computes it. So any replica can do
+it, and do it again. A step goes in rounds::
+
+    quorum      who is there
+    holdings    each replica tells which sums it holds of rounds that have failed. The
+                logical ranks that nobody holds are shared out among the contributors
+    turns       each replica computes its logical ranks; the backward of its last one
+                reduces
+    buffers     all get the module buffers that logical rank 0 has left
+
+If a replica dies in a round, a message of that round fails on each of the others. They
+hold the sums of their turns, but not of the last one, whose gradients the buckets have
+overwritten. A new quorum begins the next round, in which only that is computed which
+died or was lost. The sum has the order of the tree in any case, and so the bits of a
+step in which nobody died.
+
+A replica that contributes nothing has a turn for nothing, so that its backward takes
+part in the messages: one that catches up, or is one more than there are logical ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from minidp.comm import Work
+from minidp.core import Averaging, Reducer
+from minidp.layout import BucketPlan
+from minidp.logical import (
+    LogicalRanks,
+    Node,
+    PartialSums,
+    Round,
+    Slices,
+    Start,
+    TreeAveraging,
+    block,
+    cover,
+)
+from minidp.shared_memory import SharedBuffer
+
+from .quorum import ATTEMPTS, Quorum, Sum
+
+_WORD = 8  # bytes; module buffers travel as integers of so many
+
+
+class Shares(NamedTuple):
+    """Who holds what of earlier rounds, and who does what in this one."""
+
+    held: list[list[Node]]  # by replica, from left to right
+    turns: list[list[int]]  # by replica: logical ranks, in ascending order
+    leaves: int  # how many logical ranks there are in all
+
+    def nodes(self, replica: int) -> list[Node]:
+        """Return the nodes of the sums that a replica brings, in its order."""
+        return [*self.held[replica], *cover(self.leaves, self.turns[replica])]
+
+
+def share_out(
+    leaves: int, holdings: Sequence[Sequence[Node]], contributes: Sequence[bool]
+) -> Shares:
+    """Share out the logical ranks that no contributor holds, equally on all replicas.
+
+    Args:
+        leaves: How many logical ranks there are in all.
+        holdings: By replica, the nodes of the sums that it holds, from left to right.
+            Two replicas may hold the same logical rank, if one of them was given up and
+            has come back. Then only the first of them counts.
+        contributes: By replica, whether it contributes.
+    """
+    covered: set[int] = set()
+    held: list[list[Node]] = []
+    for nodes, can in zip(holdings, contributes, strict=True):
+        mine = []
+        for node in nodes if can else ():
+            below = range(node.first, min(node.first + (1 << node.level), leaves))
+            if covered.isdisjoint(below):
+                covered.update(below)
+                mine.append(node)
+        held.append(mine)
+    missing = sorted({*range(leaves)} - covered)
+    workers = [replica for replica, can in enumerate(contributes) if can]
+    turns: list[list[int]] = [[] for _ in contributes]
+    for place, replica in enumerate(workers):
+        turns[replica] = [missing[k] for k in block(len(missing), len(workers), place)]
+    return Shares(held, turns, leaves)
+
+
+class LastStep(NamedTuple):
+    """What is known of the module buffers of the last loop."""
+
+    step: int
+    caught_up: bool  # this replica has received the state of another one
+    before: list[Tensor]  # with which the step began
+    after: list[Tensor] | None  # which it left, if its reduction has not failed
+
+
+class ReplicaRounds:
+    """The rounds of each step, until one of them has not failed (see `Rounds`).
+
+    Args:
+        quorum: Who is there.
+        logical: The logical ranks of the wrapper.
+    """
+
+    def __init__(self, quorum: Quorum, logical: LogicalRanks) -> None:
+        self._quorum = quorum
+        self._logical: LogicalRanks = weakref.proxy(logical)
+        self.shares = Shares([], [], logical.options.number)  # of the present round
+        self._last: LastStep | None = None
+
+    def of_step(
+        self, step: int | None, partial: PartialSums, start: Start
+    ) -> Iterator[Round]:
+        """Return the rounds of a step; by default it is that of the manager.
+
+        After three of them the step is given up: the manager will not commit it.
+        """
+        quorum = self._quorum
+        after = None
+        for attempt in range(1, ATTEMPTS + 1):
+            quorum.meet()
+            if attempt == 1:
+                self._correct_buffers(start)
+            seed = self._agree(partial)
+            if seed is not None:
+                now = quorum.manager.current_step() if step is None else step
+                yield Round(self._turns or [0], seed, now)
+                after = self._share_buffers(start)
+            if not quorum.has_failed or attempt == ATTEMPTS:
+                break
+            partial.keep()
+            if quorum.begin_again():  # the state of another replica was loaded
+                partial.kept = []
+                start.note_state()
+        before = [value.clone() for value in start.first_buffers]
+        caught_up = not quorum.contributes
+        self._last = LastStep(
+            quorum.manager.current_step(),
+            caught_up,
+            before,
+            None if quorum.has_failed else after,
+        )
+
+    def _correct_buffers(self, start: Start) -> None:
+        """Let module buffers be those of the last committed step.
+
+        A loop has changed them, and its step may not have been committed. A replica
+        that has caught up has received those with which that step began.
+        """
+        last, quorum = self._last, self._quorum
+        if last is None or not quorum.contributes:
+            return
+        now = quorum.manager.current_step()
+        if now == last.step and not last.caught_up:
+            start.begin_with(last.before)
+        elif now == last.step + 1 and last.caught_up and last.after is not None:
+            start.begin_with(last.after)
+
+    @property
+    def _turns(self) -> list[int]:
+        place, _ = self._quorum.place
+        return self.shares.turns[place]
+
+    def _agree(self, partial: PartialSums) -> int | None:
+        """Share out the logical ranks of a round.
+
+        Returns:
+            The seed of the first contributor, or None if the round has failed already.
+        """
+        quorum, leaves = self._quorum, self.shares.leaves
+        place, size = quorum.place
+        # Row r tells of replica r: that it contributes, its seed, and for each logical
+        # rank with which a held sum begins, the level of its node, plus 1. The manager
+        # sends zeros for a replica that does not contribute.
+        table = torch.zeros(size, 2 + leaves, dtype=torch.int64, device=quorum.device)
+        table[place, 0], table[place, 1] = 1, self._logical.options.seed
+        for node, _ in partial.kept:
+            table[place, 2 + node.first] = node.level + 1
+        quorum.add_up(table)
+        if quorum.has_failed:
+            return None
+        rows = table.tolist()
+        contributes = [row[0] > 0 for row in rows]
+        holdings = [
+            [
+                Node(code - 1, first >> (code - 1))
+                for first, code in enumerate(codes)
+                if code
+            ]
+            for _, _, *codes in rows
+        ]
+        self.shares = share_out(leaves, holdings, contributes)
+        held = {*self.shares.held[place]}
+        partial.kept = [pair for pair in partial.kept if pair[0] in held]
+        partial.begin(self._turns)
+        quorum.note_used(grads for _, grads in partial.kept)
+        if True not in contributes:
+            quorum.give_up("no replica contributes to this step")
+            return None
+        return int(rows[contributes.index(True)][1])
+
+    def _share_buffers(self, start: Start) -> list[Tensor] | None:
+        """Let all replicas have the module buffers that logical rank 0 has left.
+
+        They travel as integers, which a sum with zeros does not change.
+        """
+        before = start.first_buffers
+        if not before:
+            return []
+        device = self._quorum.device
+        words = [-(-value.nbytes // _WORD) for value in before]
+        message = torch.zeros(sum(words), dtype=torch.int64, device=device)
+        places = [
+            part.view(torch.uint8)[: value.nbytes]
+            for part, value in zip(message.split(words), before, strict=True)
+        ]
+        place, _ = self._quorum.place
+        is_mine = any(node.first == 0 for node in self.shares.nodes(place))
+        if is_mine:
+            mine = start.buffers_of_first()
+            assert mine is not None
+            for part, value in zip(places, mine, strict=True):
+                part.copy_(value.contiguous().view(-1).view(torch.uint8))
+        self._quorum.add_up(message)
+        if self._quorum.has_failed:
+            return None
+        after = [
+            part.to(value.device).view(value.dtype).view(value.shape)
+            for part, value in zip(places, before, strict=True)
+        ]
+        start.end_with(after)
+        return after
+
+
+class TreeOfReplicas(TreeAveraging):
+    """Averages over logical ranks that replicas have shared out.
+
+    Args:
+        reducer: The reducer, whose `Averaging` this replaces.
+        rounds: Who brings which sums.
+        partial: The sums of this replica.
+        quorum: Who is there.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        rounds: ReplicaRounds,
+        partial: PartialSums,
+        quorum: Quorum,
+    ) -> None:
+        before: Averaging = reducer.queue.averaging
+        leaves = rounds.shares.leaves
+        super().__init__(before, leaves, partial, reducer.communicator)
+        self._rounds, self._quorum = rounds, quorum
+        self.no_shared_memory = "the manager reduces the buckets"
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index among those in the last quorum, and their number."""
+        return self._quorum.seat
+
+    def share(self, *_args: Any, **_options: Any) -> list[SharedBuffer]:
+        """Return [], because no bucket lies in shared memory here."""
+        return []
+
+    def begin(self) -> None:
+        """Begin a backward, for which the layout may change."""
+        self._quorum.begin()
+        super().begin()
+
+    def reduce(
+        self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
+    ) -> Work:
+        """Start to add up a bucket over the replicas, in place."""
+        _, size = self._quorum.place
+        nodes = [self._rounds.shares.nodes(replica) for replica in range(size)]
+        pieces = self._partial.pieces(plan, payload)
+        group = self._quorum.manager._pg
+        slices = Slices(payload, pieces, nodes, self._leaves, group)
+        work: Any = TreeSum(self._quorum, slices)
+        return cast("Work", work)
+
+
+class TreeSum(Sum):
+    """The sum of a bucket in the order of the tree, as a work like `Sum`.
+
+    Args:
+        quorum: Starts messages, and knows of their errors.
+        slices: The bucket.
+    """
+
+    def __init__(self, quorum: Quorum, slices: Slices) -> None:
+        self._slices = slices
+        self._message: tuple[Tensor, Any] | None = None  # None: a message has failed
+        self._callbacks: list[Callable[[Any], None]] = []
+        super().__init__(quorum, lambda: slices.payload)
+
+    def launch(self) -> None:
+        """Start the first message."""
+        self.tensor = self._write()
+        self._note_stream()
+        self._message = self._quorum.attempt(self._slices.exchange)
+
+    def pass_on(self) -> None:
+        """Wait for the first message, add up, and start the second one."""
+        if self._message is None:
+            return
+        with self._on_stream():
+            arrived, work = self._message
+            self._message = None
+            if self._quorum.has_arrived(work):
+                mine, group = self._slices.add_up(arrived), self._slices.group
+                self._message = self._quorum.attempt(
+                    lambda: self._slices.gather(mine, group)
+                )
+
+    def end(self) -> None:
+        """Wait for the second message, with which the bucket has the sum."""
+        if self._message is not None:
+            with self._on_stream():
+                rows, work = self._message
+                if self._quorum.has_arrived(work):
+                    self._slices.put_together(rows)
+            self._message = None
+        for call in self._callbacks:
+            call(self)
+
+    def is_completed(self) -> bool:
+        """Return whether all sums of this backward have been waited for."""
+        return self.is_over
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Return `is_completed` at once: the process group's timeout ends a wait."""
+        return self.is_over
+
+    def add_done_callback(self, call: Callable[[Any], None]) -> None:
+        """Call back at the `end`."""
+        self._callbacks.append(call)
