@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,8 +47,6 @@ from minidp.logical import (
 from minidp.shared_memory import SharedBuffer
 
 from .quorum import ATTEMPTS, Quorum, Sum
-
-_WORD = 8  # bytes; module buffers travel as integers of so many
 
 
 class Shares(NamedTuple):
@@ -97,12 +96,17 @@ class LastStep(NamedTuple):
 
     step: int
     caught_up: bool  # this replica has received the state of another one
-    before: list[Tensor]  # with which the step began
-    after: list[Tensor] | None  # which it left, if its reduction has not failed
+    before: Sequence[Tensor]  # with which the step began
+    after: Sequence[Tensor] | None  # which it left; None if its reduction has failed
 
 
 class ReplicaRounds:
     """The rounds of each step, until one of them has not failed (see `Rounds`).
+
+    Forwards change module buffers. So a step that was not committed begins with those
+    that it had before. And a replica that joins receives a state with the buffers that
+    its source has right then, in the middle of a step. So it also receives those with
+    which the step began, and those which it has left.
 
     Args:
         quorum: Who is there.
@@ -113,6 +117,11 @@ class ReplicaRounds:
         self._quorum = quorum
         self._logical: LogicalRanks = weakref.proxy(logical)
         self.shares = Shares([], [], logical.options.number)  # of the present round
+        self._first = 0  # the first contributor of this round
+        self._has_joining = False  # some replica does not contribute
+        self._has_common_buffers = True
+        # This replica has joined, and has not received the buffers of the step's begin.
+        self._lacks_buffers = False
         self._last: LastStep | None = None
 
     def of_step(
@@ -122,43 +131,36 @@ class ReplicaRounds:
 
         After three of them the step is given up: the manager will not commit it.
         """
-        quorum = self._quorum
-        after = None
+        quorum, logical = self._quorum, self._logical
+        before: Sequence[Tensor] = ()
+        after: Sequence[Tensor] | None = None
         for attempt in range(1, ATTEMPTS + 1):
             quorum.meet()
             if attempt == 1:
                 self._correct_buffers(start)
-            seed = self._agree(partial)
-            if seed is not None:
+            if self._agree(partial, start):
+                before = self._buffers_before(start)
                 now = quorum.manager.current_step() if step is None else step
-                yield Round(self._turns or [0], seed, now)
-                after = self._share_buffers(start)
+                yield Round(self._turns or [0], logical.options.seed, now)
+                after = self._buffers_after(start)
             if not quorum.has_failed or attempt == ATTEMPTS:
                 break
             partial.keep()
             if quorum.begin_again():  # the state of another replica was loaded
                 partial.kept = []
                 start.note_state()
-        before = [value.clone() for value in start.first_buffers]
-        caught_up = not quorum.contributes
-        self._last = LastStep(
-            quorum.manager.current_step(),
-            caught_up,
-            before,
-            None if quorum.has_failed else after,
-        )
+                start.begin_with(before)
+        now, caught_up = quorum.manager.current_step(), not quorum.contributes
+        after = None if quorum.has_failed else after
+        self._last = LastStep(now, caught_up, before, after)
 
     def _correct_buffers(self, start: Start) -> None:
-        """Let module buffers be those of the last committed step.
-
-        A loop has changed them, and its step may not have been committed. A replica
-        that has caught up has received those with which that step began.
-        """
-        last, quorum = self._last, self._quorum
-        if last is None or not quorum.contributes:
+        """Let module buffers be those of the last committed step."""
+        last = self._last
+        if last is None or not self._quorum.contributes:
             return
-        now = quorum.manager.current_step()
-        if now == last.step and not last.caught_up:
+        now = self._quorum.manager.current_step()
+        if now == last.step:  # it was not committed
             start.begin_with(last.before)
         elif now == last.step + 1 and last.caught_up and last.after is not None:
             start.begin_with(last.after)
@@ -168,75 +170,105 @@ class ReplicaRounds:
         place, _ = self._quorum.place
         return self.shares.turns[place]
 
-    def _agree(self, partial: PartialSums) -> int | None:
-        """Share out the logical ranks of a round.
+    def _agree(self, partial: PartialSums, start: Start) -> bool:
+        """Share out the logical ranks of a round, and return whether that has worked.
 
-        Returns:
-            The seed of the first contributor, or None if the round has failed already.
+        All replicas use the seed of the first contributor from now on.
         """
-        quorum, leaves = self._quorum, self.shares.leaves
+        quorum, logical, leaves = self._quorum, self._logical, self.shares.leaves
         place, size = quorum.place
-        # Row r tells of replica r: that it contributes, its seed, and for each logical
-        # rank with which a held sum begins, the level of its node, plus 1. The manager
-        # sends zeros for a replica that does not contribute.
-        table = torch.zeros(size, 2 + leaves, dtype=torch.int64, device=quorum.device)
-        table[place, 0], table[place, 1] = 1, self._logical.options.seed
+        # Row r tells of replica r whether it contributes, its seed, how long a message
+        # with its buffers is, and for each logical rank with which a sum begins that it
+        # holds, the level of that sum's node, plus 1. One that lacks buffers
+        # contributes only if all of them do: it sends 1 and not 2.
+        table = torch.zeros(size, 3 + leaves, dtype=torch.int64, device=quorum.device)
+        table[place, 0] = quorum.contributes * (1 if self._lacks_buffers else 2)
+        table[place, 1] = logical.options.seed
+        table[place, 2] = sum(map(_words, start.first_buffers))
         for node, _ in partial.kept:
-            table[place, 2 + node.first] = node.level + 1
-        quorum.add_up(table)
-        if quorum.has_failed:
-            return None
+            table[place, 3 + node.first] = node.level + 1
+        if not quorum.add_up(table):
+            return False
         rows = table.tolist()
-        contributes = [row[0] > 0 for row in rows]
-        holdings = [
-            [
-                Node(code - 1, first >> (code - 1))
-                for first, code in enumerate(codes)
-                if code
-            ]
-            for _, _, *codes in rows
-        ]
+        best = max(row[0] for row in rows)
+        if best == 0:
+            quorum.give_up("no replica contributes to this step")
+            return False
+        contributes = [row[0] == best for row in rows]
+        self._first = contributes.index(True)
+        self._has_joining = False in contributes
+        self._has_common_buffers = len({row[2] for row in rows}) == 1
+        logical.options = replace(logical.options, seed=int(rows[self._first][1]))
+        holdings = [list(_nodes_of(codes)) for _, _, _, *codes in rows]
         self.shares = share_out(leaves, holdings, contributes)
         held = {*self.shares.held[place]}
         partial.kept = [pair for pair in partial.kept if pair[0] in held]
         partial.begin(self._turns)
         quorum.note_used(grads for _, grads in partial.kept)
-        if True not in contributes:
-            quorum.give_up("no replica contributes to this step")
-            return None
-        return int(rows[contributes.index(True)][1])
+        return True
 
-    def _share_buffers(self, start: Start) -> list[Tensor] | None:
-        """Let all replicas have the module buffers that logical rank 0 has left.
+    def _buffers_before(self, start: Start) -> Sequence[Tensor]:
+        """Return the module buffers with which the step has begun."""
+        mine = [value.clone() for value in start.first_buffers]
+        if not self._has_joining:
+            return mine
+        place, _ = self._quorum.place
+        found = self._spread(mine, is_mine=place == self._first)
+        if self._quorum.contributes and not self._lacks_buffers:
+            return mine
+        self._lacks_buffers = self._quorum.has_failed
+        if self._lacks_buffers:
+            return mine
+        if self._quorum.contributes:  # it has received the rest of the state before
+            start.begin_with(found)
+        return found
 
-        They travel as integers, which a sum with zeros does not change.
-        """
-        before = start.first_buffers
-        if not before:
-            return []
-        device = self._quorum.device
-        words = [-(-value.nbytes // _WORD) for value in before]
-        message = torch.zeros(sum(words), dtype=torch.int64, device=device)
-        places = [
-            part.view(torch.uint8)[: value.nbytes]
-            for part, value in zip(message.split(words), before, strict=True)
-        ]
+    def _buffers_after(self, start: Start) -> Sequence[Tensor] | None:
+        """Let all replicas have the module buffers that logical rank 0 has left."""
         place, _ = self._quorum.place
         is_mine = any(node.first == 0 for node in self.shares.nodes(place))
+        values = start.buffers_of_first() if is_mine else start.first_buffers
+        assert values is not None
+        after = self._spread(values, is_mine=is_mine)
+        if not self._quorum.has_failed:
+            start.end_with(after)
+        return after
+
+    def _spread(self, values: Sequence[Tensor], *, is_mine: bool) -> Sequence[Tensor]:
+        """Return the values that one replica has, on all replicas.
+
+        They travel as integers, which a sum with zeros does not change. Where replicas
+        have different buffers, each keeps its own values.
+        """
+        if not values or not self._has_common_buffers:
+            return values
+        words = [_words(value) for value in values]
+        device = self._quorum.device
+        message = torch.zeros(sum(words), dtype=torch.int64, device=device)
+        parts = [
+            part.view(torch.uint8)[: value.nbytes]
+            for part, value in zip(message.split(words), values, strict=True)
+        ]
         if is_mine:
-            mine = start.buffers_of_first()
-            assert mine is not None
-            for part, value in zip(places, mine, strict=True):
+            for part, value in zip(parts, values, strict=True):
                 part.copy_(value.contiguous().view(-1).view(torch.uint8))
         self._quorum.add_up(message)
-        if self._quorum.has_failed:
-            return None
-        after = [
+        return [
             part.to(value.device).view(value.dtype).view(value.shape)
-            for part, value in zip(places, before, strict=True)
+            for part, value in zip(parts, values, strict=True)
         ]
-        start.end_with(after)
-        return after
+
+
+def _words(value: Tensor) -> int:
+    """Return how many integers of 8 bytes a tensor takes in a message."""
+    return -(-value.nbytes // 8)
+
+
+def _nodes_of(codes: Sequence[int]) -> Iterator[Node]:
+    """Return the nodes whose levels, plus 1, stand where they begin."""
+    for first, code in enumerate(codes):
+        if code:
+            yield Node(code - 1, first >> (code - 1))
 
 
 class TreeOfReplicas(TreeAveraging):

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from minidp.accelerator import After, current_stream, has_streams
-from minidp.comm import waiting
+from minidp.comm import all_reduce, waiting
 from minidp.core import Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
@@ -287,13 +287,13 @@ class Quorum:
             return False
         return True
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the participants, in place, and wait for it.
+    def add_up(self, tensor: torch.Tensor) -> bool:
+        """Add up a tensor over all replicas in the quorum, also those that catch up.
 
-        If that fails, `has_failed` says so.
+        It is done in place. Wait for it, and return whether it has not failed.
         """
-        with waiting():
-            self.launch(tensor).wait()
+        work = self.attempt(lambda: all_reduce(tensor, self.manager._pg))
+        return work is not None and self.has_arrived(work)
 
     def note_used(self, sums: Iterable[Sequence[torch.Tensor | None]]) -> None:
         """Note that the next reduction has gradients of these parameters, too."""
@@ -401,7 +401,8 @@ class Quorum:
         numbers = [0] * 2 * len(specs) if mine is None else encode_layout(mine)
         numbers = [1, int(mine is not None), *numbers]
         sums = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self.add_up(sums)
+        with waiting():
+            self.launch(sums).wait()
         if self.has_failed:
             return count
         contributors, is_known, *numbers = map(int, sums.tolist())

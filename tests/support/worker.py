@@ -103,7 +103,7 @@ class Reply:
 
     result: bytes | Failure
     finished_at: float  # time.monotonic(), which all processes of a machine share
-    issued: Mapping[Ranks, int]  # collectives issued so far, per group
+    issued: Mapping[Ranks, tuple[int, ...]]  # collectives so far, see `_collectives`
     groups_made: int  # process groups ever made in this process
 
 
@@ -212,11 +212,22 @@ def _answer(
         result=result,
         finished_at=time.monotonic(),
         issued={
-            ranks: _num_collectives(group, {"cpu", torch.device(setup.device).type})
+            ranks: _collectives(group, {"cpu", torch.device(setup.device).type})
             for ranks, group in groups.items()
         },
         groups_made=dist.distributed_c10d._world.group_count,
     )
+
+
+def _collectives(group: dist.ProcessGroup, types: set[str]) -> tuple[int, ...]:
+    """Return how many collectives a group has issued, and each of its side groups."""
+    # minidp keeps side groups for the next job, and torch does not know them.
+    ours = sys.modules.get("minidp.comm.side_groups")
+    made = {} if ours is None else ours._side_groups.get(group, {})
+    beside = [
+        made[purpose]._get_sequence_number_for_group() for purpose in sorted(made)
+    ]
+    return _num_collectives(group, types), *beside
 
 
 def _num_collectives(group: dist.ProcessGroup, types: set[str]) -> int:
