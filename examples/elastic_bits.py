@@ -74,7 +74,7 @@ def digest_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def train_alone(steps: int) -> list[str]:
     """Train in this process; return the digest after each step."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     net, optimizer = make()
     model = minidp.DataParallel(net, logical_ranks=LOGICAL_RANKS)

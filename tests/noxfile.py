@@ -392,6 +392,7 @@ def versions(session: nox.Session) -> None:
 def torchft_chaos(session: nox.Session) -> None:
     """Replicas that die, 300 times."""
     session.run(PYTHON, "-m", "tests.torchft.chaos", "--kills", "300")
+    session.run(PYTHON, "-m", "tests.torchft.elastic", "--runs", "50")
 
 
 @stage("nightly")

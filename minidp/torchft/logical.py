@@ -140,7 +140,7 @@ class ReplicaRounds:
                 self._correct_buffers(start)
             if self._agree(partial, start):
                 before = self._buffers_before(start)
-                now = quorum.manager.current_step() if step is None else step
+                now = quorum.step_now if step is None else step
                 yield Round(self._turns or [0], logical.options.seed, now)
                 after = self._buffers_after(start)
             if not quorum.has_failed or attempt == ATTEMPTS:
@@ -150,7 +150,7 @@ class ReplicaRounds:
                 partial.kept = []
                 start.note_state()
                 start.begin_with(before)
-        now, caught_up = quorum.manager.current_step(), not quorum.contributes
+        now, caught_up = quorum.step_now, not quorum.contributes
         after = None if quorum.has_failed else after
         self._last = LastStep(now, caught_up, before, after)
 
@@ -159,7 +159,7 @@ class ReplicaRounds:
         last = self._last
         if last is None or not self._quorum.contributes:
             return
-        now = self._quorum.manager.current_step()
+        now = self._quorum.step_now
         if now == last.step:  # it was not committed
             start.begin_with(last.before)
         elif now == last.step + 1 and last.caught_up and last.after is not None:
@@ -315,8 +315,7 @@ class TreeOfReplicas(TreeAveraging):
         _, size = self._quorum.place
         nodes = [self._rounds.shares.nodes(replica) for replica in range(size)]
         pieces = self._partial.pieces(plan, payload)
-        group = self._quorum.manager._pg
-        slices = Slices(payload, pieces, nodes, self._leaves, group)
+        slices = Slices(payload, pieces, nodes, self._leaves, self._quorum.group)
         work: Any = TreeSum(self._quorum, slices)
         return cast("Work", work)
 

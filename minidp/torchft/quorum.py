@@ -256,6 +256,16 @@ class Quorum:
         return self.position(), int(self.manager._pg.size())
 
     @property
+    def step_now(self) -> int:
+        """The number of the step that the manager will commit next."""
+        return int(self.manager.current_step())
+
+    @property
+    def group(self) -> Any:
+        """The manager's process group, over the replicas in the quorum."""
+        return self.manager._pg
+
+    @property
     def device(self) -> torch.device:
         """The device on which messages travel."""
         return self._reducer.queue.specs[0].device
@@ -292,7 +302,7 @@ class Quorum:
 
         It is done in place. Wait for it, and return whether it has not failed.
         """
-        work = self.attempt(lambda: all_reduce(tensor, self.manager._pg))
+        work = self.attempt(lambda: all_reduce(tensor, self.group))
         return work is not None and self.has_arrived(work)
 
     def note_used(self, sums: Iterable[Sequence[torch.Tensor | None]]) -> None:

@@ -122,6 +122,16 @@ class DataParallel(data_parallel.DataParallel):
         """
         return self._quorum.members()
 
+    @property
+    def logical_state(self) -> dict[str, Any]:
+        """What a checkpoint needs of logical ranks, see `minidp.DataParallel`.
+
+        The next step is the manager's, also after one that it has not committed. A run
+        that resumes has to load the manager's ``state_dict()``, too.
+        """
+        state: dict[str, Any] = super().logical_state
+        return state | {"first_step": self._quorum.step_now}
+
     def reset(self, *, copy_from: int | None = None) -> None:
         """Recover from a backward that raised, whose step the manager will not commit.
 

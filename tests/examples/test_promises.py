@@ -15,8 +15,9 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 README = (EXAMPLES / "README.md").read_text()
 MAX_LINES = 120  # less than
 # Older than the limit: one compares two implementations, the other survives crashes.
-# The third starts, kills and watches a job.
-LONGER = {"train_digits.py", "elastic_checkpoint.py", "fault_tolerant.py"}
+# The others start, kill and watch a job.
+OF_TORCHFT = {"fault_tolerant.py", "elastic_bits.py"}
+LONGER = {"train_digits.py", "elastic_checkpoint.py"} | OF_TORCHFT
 by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 
 
@@ -52,7 +53,7 @@ def test_it_is_short_takes_smoke_and_leaves_the_group_at_its_end(script: Path) -
     assert (text.count("\n") < MAX_LINES) == (script.name not in LONGER)
     assert '"--smoke"' in text
     assert re.search(r"^\s*(from|import) minidp", text, flags=re.MULTILINE)
-    ends = "manager.shutdown(" if script.name == "fault_tolerant.py" else "dist.destroy"
+    ends = "manager.shutdown(" if script.name in OF_TORCHFT else "dist.destroy"
     assert ends in text
 
 

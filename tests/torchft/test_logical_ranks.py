@@ -202,6 +202,7 @@ def test_the_state_for_a_checkpoint_has_the_step_of_the_manager(lighthouse):
         optimizer.zero_grad()
         for _ in model.each_logical_rank():
             model(torch.ones(3, 2)).sum().backward()
+        assert model.logical_state["first_step"] == manager.current_step()
         optimizer.step()
     assert manager.current_step() == 3
     assert model.logical_state["first_step"] == 3
