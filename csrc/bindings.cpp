@@ -198,21 +198,33 @@ void bind_slots(py::module_& module) {
 using minidp::ProfiledWork;
 using minidp::SharedMemory;
 
-at::Tensor buffer_of(const std::shared_ptr<SharedMemory>& memory, size_t bucket) {
-  const auto [numel, type] = memory->shape(bucket);
+at::Tensor buffer_of(const std::shared_ptr<SharedMemory>& memory, size_t bucket, int32_t row = 0) {
+  const auto& shape = memory->shape(bucket);
   const auto keep = [memory](void* /*data*/) {};
-  return at::from_blob(memory->data(bucket), {numel}, keep, at::TensorOptions(type));
+  return at::from_blob(
+      memory->data(bucket, row), {shape.numel}, keep, at::TensorOptions(shape.type));
 }
 
 void bind_shared_memory(py::module_& module) {
-  using Buffer = std::pair<int64_t, at::ScalarType>;
+  using minidp::SumOrder;
+  using Order = std::shared_ptr<SumOrder>;
+  using Longs = std::vector<int64_t>;  // from any sequence; Integers are opaque
+  using Buffer = std::tuple<int64_t, at::ScalarType, Order>;
+  py::class_<SumOrder, Order>(module, "SumOrder")
+      .def(
+          py::init([](const Longs& counts, const Longs& postfix) {
+            return std::make_shared<SumOrder>(
+                Integers(counts.begin(), counts.end()), Integers(postfix.begin(), postfix.end()));
+          }),
+          py::arg("counts"),
+          py::arg("postfix"));
   py::class_<ProfiledWork>(module, "ProfiledWork").def("end", &ProfiledWork::end);
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
       .def(
           py::init([](int rank, int size, const std::vector<Buffer>& buckets) {
             std::vector<minidp::BucketShape> shapes;
-            for (const auto& [numel, type] : buckets) {
-              shapes.push_back({numel, type});
+            for (const auto& [numel, type, order] : buckets) {
+              shapes.push_back({numel, type, order});
             }
             return std::make_shared<SharedMemory>(rank, size, std::move(shapes));
           }),
@@ -222,7 +234,7 @@ void bind_shared_memory(py::module_& module) {
       .def_property_readonly("descriptor", &SharedMemory::descriptor)
       .def_property_readonly("token", &SharedMemory::token)
       .def("connect", &SharedMemory::connect)
-      .def("buffer", &buffer_of)
+      .def("buffer", &buffer_of, py::arg("bucket"), py::arg("row") = 0)
       .def(
           "post",
           [](const std::shared_ptr<SharedMemory>& self, size_t bucket) {

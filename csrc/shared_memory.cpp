@@ -37,6 +37,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kPieceBytes = 128 * 1024;  // a piece of two ranks stays in the L2 cache
 constexpr int kSpins = 2000;                 // some 20 to 50 microseconds
 constexpr int64_t kBlock = 1024;             // elements whose sum stays in the L1 cache
+constexpr int64_t kStack = 8 * kBlock;       // elements: for 8 sums at once, or shorter ones
 
 int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
@@ -121,6 +122,24 @@ struct Adder<c10::Half> {
   }
 };
 
+// Writes the sums of `n` elements to all ranks, or to `tiles` in place of rank `own`.
+template <typename T>
+void write_to_all(
+    const std::vector<void*>& ranks,
+    int64_t at,
+    const T* sum,
+    int64_t n,
+    int own,
+    const Tiles* tiles) {
+  for (int64_t rank = 0; rank < static_cast<int64_t>(ranks.size()); ++rank) {
+    if (rank == own && tiles != nullptr) {
+      tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
+    } else {
+      std::memcpy(static_cast<T*>(ranks[rank]) + at, sum, n * sizeof(T));
+    }
+  }
+}
+
 // Chunk c of Gloo's ring begins with the values of rank c - 1; then each lower rank adds its own,
 // and rank c last.
 template <typename T>
@@ -144,18 +163,44 @@ void sum_chunk(
         Adder<T>::add(sum, values, n);
       }
     }
-    for (int64_t rank = 0; rank < size; ++rank) {
-      if (rank == own && tiles != nullptr) {
-        tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
+    write_to_all(ranks, at, sum, n, own, tiles);
+  }
+}
+
+// Sums lie on a stack of blocks. A row that is added as soon as it comes need not be copied there.
+template <typename T>
+void sum_rows(
+    const std::vector<void*>& ranks,
+    const std::vector<const T*>& rows,
+    const SumOrder& order,
+    int64_t begin,
+    int64_t end,
+    int own,
+    const Tiles* tiles) {
+  alignas(kLine) T stack[kStack];
+  const int64_t block = std::min(kBlock, kStack / order.depth / kLine * kLine);
+  const auto& postfix = order.postfix;
+  for (int64_t at = begin; at < end; at += block) {
+    const int64_t n = std::min(block, end - at);
+    T* next = stack;  // above the top
+    for (size_t k = 0; k < postfix.size(); ++k) {
+      if (postfix[k] == SumOrder::kAdd) {
+        next -= block;
+        Adder<T>::add(next - block, next, n);
+      } else if (k + 1 < postfix.size() && postfix[k + 1] == SumOrder::kAdd) {
+        Adder<T>::add(next - block, rows[postfix[k]] + at, n);
+        ++k;
       } else {
-        std::memcpy(static_cast<T*>(ranks[rank]) + at, sum, n * sizeof(T));
+        std::memcpy(next, rows[postfix[k]] + at, n * sizeof(T));
+        next += block;
       }
     }
+    write_to_all(ranks, at, stack, n, own, tiles);
   }
 }
 
 // How many elements of `bucket` each rank's chunk has: the arithmetic of Gloo's ring.
-int64_t chunk_size(BucketShape bucket, int64_t size) {
+int64_t chunk_size(const BucketShape& bucket, int64_t size) {
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.type));
   const int64_t bytes = bucket.numel * item;
   const int64_t largest = (1 << 20) / item * item;
@@ -188,9 +233,57 @@ void with_type(c10::ScalarType type, F f) {
 
 }  // namespace
 
+SumOrder::SumOrder(std::vector<int32_t> rows_of_ranks, std::vector<int32_t> program)
+    : counts(std::move(rows_of_ranks)), postfix(std::move(program)) {
+  int32_t rows = 0;
+  bool is_right = true;
+  for (const int32_t count : counts) {
+    is_right &= count > 0;
+    most = std::max(most, count);
+    rows += count;
+  }
+  std::set<int32_t> used;
+  int32_t height = 0;
+  for (const int32_t word : postfix) {
+    is_right &= word == kAdd ? height > 1 : 0 <= word && word < rows && used.insert(word).second;
+    height += word == kAdd ? -1 : 1;
+    depth = std::max(depth, height);
+  }
+  is_right &= height == 1 && static_cast<int32_t>(used.size()) == rows;
+  if (!is_right || depth > kMostDepth) {
+    throw std::invalid_argument("not an order in which all rows are added up");
+  }
+}
+
+int64_t row_stride(const BucketShape& bucket) {
+  return round_up(bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.type)), kLine);
+}
+
+void sum_in_given_order(
+    const std::vector<void*>& ranks,
+    const BucketShape& bucket,
+    int64_t begin,
+    int64_t end,
+    int own,
+    const Tiles* tiles) {
+  const auto& order = *bucket.order;
+  const int64_t stride = row_stride(bucket);
+  with_type(bucket.type, [&](auto x) {
+    using T = decltype(x);
+    std::vector<const T*> rows;
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      for (int32_t row = 0; row < order.counts[rank]; ++row) {
+        rows.push_back(
+            reinterpret_cast<const T*>(static_cast<const char*>(ranks[rank]) + row * stride));
+      }
+    }
+    sum_rows<T>(ranks, rows, order, begin, end, own, tiles);
+  });
+}
+
 void sum_in_ring_order(
     const std::vector<void*>& ranks,
-    BucketShape bucket,
+    const BucketShape& bucket,
     int64_t begin,
     int64_t end,
     int own,
@@ -325,9 +418,12 @@ SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
   int64_t at = round_up(static_cast<int64_t>(head), kPage);
   for (const auto& bucket : buckets_) {
     with_type(bucket.type, [](auto) {});
+    if (bucket.order && static_cast<int>(bucket.order->counts.size()) != size) {
+      throw std::invalid_argument("an order for another number of ranks");
+    }
     const auto bytes = bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.type));
     offsets_.push_back(at);
-    at += round_up(bytes, kLine);
+    at += row_stride(bucket) * (bucket.order ? bucket.order->most : 1);
     pieces_.push_back(std::max<int64_t>(1, round_up(bytes, kPieceBytes) / kPieceBytes));
   }
   nbytes_ = round_up(at, kPage);
@@ -385,12 +481,16 @@ void SharedMemory::connect(int peer, const std::string& path, uint64_t token) {
   adopt(peer, std::move(mapping));
 }
 
-BucketShape SharedMemory::shape(size_t bucket) const {
+const BucketShape& SharedMemory::shape(size_t bucket) const {
   return buckets_.at(bucket);
 }
 
-void* SharedMemory::data(size_t bucket) const {
-  return addresses_.at(bucket)[rank_];
+void* SharedMemory::data(size_t bucket, int32_t row) const {
+  const auto& order = shape(bucket).order;
+  if (row < 0 || row >= (order ? order->counts[rank_] : 1)) {
+    throw std::invalid_argument("this rank has no such row");
+  }
+  return static_cast<char*>(addresses_[bucket][rank_]) + row * row_stride(shape(bucket));
 }
 
 SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
@@ -454,7 +554,7 @@ bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
     return false;
   }
   auto& shared = counters(bucket);
-  const BucketShape shape = buckets_[bucket];
+  const BucketShape& shape = buckets_[bucket];
   const uint32_t end = rounds_[bucket] * pieces_[bucket];
   const uint32_t begin = end - pieces_[bucket];
   const int64_t per_piece = round_up((shape.numel + pieces_[bucket] - 1) / pieces_[bucket], kLine);
@@ -465,7 +565,8 @@ bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
     }
     const int64_t from = std::min<int64_t>(shape.numel, per_piece * (next - begin));
     const int64_t to = std::min<int64_t>(shape.numel, from + per_piece);
-    sum_in_ring_order(addresses_[bucket], shape, from, to, rank_, tiles);
+    const auto sum = shape.order ? sum_in_given_order : sum_in_ring_order;
+    sum(addresses_[bucket], shape, from, to, rank_, tiles);
     if (tiles != nullptr) {
       const auto item = static_cast<int64_t>(c10::elementSize(shape.type));
       tiles->written.emplace_back(from * item, to * item);

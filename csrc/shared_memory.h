@@ -1,4 +1,5 @@
-// Buckets in memory that all ranks of one host map, summed in place with the bits of Gloo's ring.
+// Buckets in memory that all ranks of one host map, summed in place: with the bits of Gloo's ring,
+// or in an order that the caller gives.
 //
 //   rank 0  [board | bucket 0 | bucket 1 | ...]   one anonymous file per rank,
 //   rank 1  [board | bucket 0 | bucket 1 | ...]   mapped by every rank
@@ -22,9 +23,29 @@
 
 namespace minidp {
 
+// Which values of a bucket are added to which. A rank brings one or several rows: its buffer, which
+// gets the sum, and maybe others, which are only read. The rows of all ranks are numbered, rank by
+// rank, each rank's buffer first.
+class SumOrder {
+ public:
+  static constexpr int32_t kAdd = -1;
+  static constexpr int32_t kMostDepth = 64;
+
+  // counts: how many rows each rank brings. postfix: a row's number puts that row on a stack, and
+  // kAdd adds the top of the stack to what lies below it, and takes the top off. Throws
+  // std::invalid_argument unless every row is used once and their sum is left.
+  SumOrder(std::vector<int32_t> counts, std::vector<int32_t> postfix);
+
+  const std::vector<int32_t> counts;
+  const std::vector<int32_t> postfix;
+  int32_t depth = 0;  // how much is on the stack at most
+  int32_t most = 0;   // how many rows a rank has at most
+};
+
 struct BucketShape {
   int64_t numel;
   c10::ScalarType type;
+  std::shared_ptr<const SumOrder> order = nullptr;  // null: the order of Gloo's ring
 };
 
 // Adds elements [begin, end) of all ranks, in the order of Gloo's ring of `numel` elements, and
@@ -32,11 +53,23 @@ struct BucketShape {
 // float and rounded after each addition, as Gloo does.
 void sum_in_ring_order(
     const std::vector<void*>& ranks,
-    BucketShape bucket,
+    const BucketShape& bucket,
     int64_t begin,
     int64_t end,
     int own = -1,
     const Tiles* tiles = nullptr);
+
+// The same in the bucket's own order. Halves are rounded after each addition here, too. A rank's
+// rows lie behind each other, `row_stride(bucket)` bytes apart.
+void sum_in_given_order(
+    const std::vector<void*>& ranks,
+    const BucketShape& bucket,
+    int64_t begin,
+    int64_t end,
+    int own = -1,
+    const Tiles* tiles = nullptr);
+
+int64_t row_stride(const BucketShape& bucket);
 
 class SharedMemory {
  public:
@@ -55,8 +88,9 @@ class SharedMemory {
   // what that rank made.
   void connect(int peer, const std::string& path, uint64_t token);
 
-  BucketShape shape(size_t bucket) const;
-  void* data(size_t bucket) const;
+  const BucketShape& shape(size_t bucket) const;
+  // Row 0 is the buffer. Memory of rows that nobody writes is never taken from the system.
+  void* data(size_t bucket, int32_t row = 0) const;
 
   // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
   // `advance` may touch them. This and what follows throws std::runtime_error in a forked child.

@@ -3,7 +3,8 @@
 Gloo copies each bucket through sockets, even between processes of one host. Here the
 buckets of each rank lie in an anonymous file of its own, which every rank maps. A rank
 posts (marks) a bucket that is full. Ranks that wait sum pieces of it over all ranks,
-and write the sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
+and write the sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring, or
+in an order of the caller's (`SumOrder`).
 
 The ranks find out together whether they can do that (`share`): each opens the files of
 the others under ``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
@@ -14,7 +15,8 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +64,40 @@ def sharing_mode() -> str:
     return mode
 
 
+@dataclass(frozen=True)
+class SumOrder:
+    """In which order the values of a buffer are added up.
+
+    A rank brings one or several rows of values: the buffer itself, which gets the sum,
+    and maybe others beside it. All rows are numbered, rank by rank, the buffer first.
+
+    Args:
+        counts: How many rows each rank brings, by rank.
+        postfix: What is added to what. The number of a row puts the row on a stack;
+            `ADD` adds the top of the stack to what lies below it, and takes it off.
+            Each row must occur once, and their sum be left.
+    """
+
+    ADD: ClassVar[int] = -1
+    counts: tuple[int, ...]
+    postfix: tuple[int, ...]
+
+
+class BufferShape(NamedTuple):
+    """How a shared buffer looks, alike on all ranks."""
+
+    numel: int
+    dtype: torch.dtype
+    order: SumOrder | None = None  # of its sum; None is that of Gloo's ring
+
+    @property
+    def real(self) -> BufferShape:
+        """The same of real numbers: Gloo adds no complex ones, but their parts."""
+        real = self.dtype.to_real()
+        numel = self.numel * self.dtype.itemsize // real.itemsize
+        return BufferShape(numel, real, self.order)
+
+
 class ProcessEnds:
     """Processes of this host, one for each rank, of which it tells who has ended."""
 
@@ -95,15 +131,24 @@ class SharedBuffer:
     Args:
         memory: The extension's ``SharedMemory``, connected to all ranks.
         k: The number of the bucket in it.
+        num_rows: How many rows this rank brings.
         group: The process group of these ranks.
         ends: Watches the processes of the other ranks.
     """
 
     def __init__(
-        self, memory: Any, k: int, group: ProcessGroup, ends: ProcessEnds
+        self,
+        memory: Any,
+        k: int,
+        num_rows: int,
+        group: ProcessGroup,
+        ends: ProcessEnds,
     ) -> None:
         self._memory, self._k, self._group, self._ends = memory, k, group, ends
         self.values: Tensor = memory.buffer(k)  # 1-D, real
+        # The rows beside it, of the same shape. Like it, nobody may touch them between
+        # `all_reduce` and the end of its work.
+        self.apart: list[Tensor] = [memory.buffer(k, i) for i in range(1, num_rows)]
         # The extension's slots, whose gradients take sums in place of `values`.
         self.into: Any | None = None
         self._address = self.values.data_ptr()
@@ -111,6 +156,7 @@ class SharedBuffer:
     def all_reduce(self) -> SharedWork:
         """Let all ranks sum `values` in place from now on, and return the work.
 
+        If the sum has an order of its own, `apart` is added, too, and stays as it is.
         All ranks must call it. It does not wait, and no thread sums: once all ranks
         have called it, they sum whenever they wait for their works, or ask them whether
         they are done.
@@ -223,7 +269,7 @@ class SharedWork:
 
 
 def share(
-    shapes: Sequence[tuple[int, torch.dtype]],
+    shapes: Sequence[BufferShape],
     communicator: Communicator,
     device: torch.device,
 ) -> list[SharedBuffer] | str:
@@ -234,7 +280,7 @@ def share(
     reason comes at once.
 
     Args:
-        shapes: The number of elements and the dtype of each buffer, alike on all ranks.
+        shapes: Of each buffer, alike on all ranks.
         communicator: The communicator of these ranks.
         device: The device of the gradients.
 
@@ -249,12 +295,6 @@ def share(
         return _refuse(f"the gradients are on {device.type}", communicator)
     if not is_plain_gloo(group):
         return _refuse("the process group is not Gloo's own", communicator)
-    # Gloo adds no complex numbers: their parts are summed.
-    reals = [dtype.to_real() for _, dtype in shapes]
-    shapes = [
-        (numel * dtype.itemsize // real.itemsize, real)
-        for (numel, dtype), real in zip(shapes, reals, strict=True)
-    ]
     memory, obstacle = _own_memory(shapes, communicator)
     mine = [obstacle, 0, 0, 0, _build_number()]
     if memory is not None:
@@ -269,7 +309,9 @@ def share(
             answers = gather_integers([obstacle], group, device)
             refusals = [answer for (answer,) in answers]
     if not any(refusals):
-        return [SharedBuffer(memory, k, group, ends) for k in range(len(shapes))]
+        orders = [shape.order for shape in shapes]
+        rows = [1 if each is None else each.counts[group.rank()] for each in orders]
+        return [SharedBuffer(memory, k, n, group, ends) for k, n in enumerate(rows)]
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
     return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)
 
@@ -290,7 +332,7 @@ def _refuse(reason: str, communicator: Communicator) -> str:
 
 
 def _own_memory(
-    shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
+    shapes: Sequence[BufferShape], communicator: Communicator
 ) -> tuple[Any | None, int]:
     """Create the memory of this rank, not connected to that of others yet.
 
@@ -304,8 +346,17 @@ def _own_memory(
         return None, NO_EXTENSION
     if not hasattr(library, "SharedMemory"):  # built elsewhere than on Linux
         return None, NO_MEMORY
+    orders = {None: None} | {
+        order: library.SumOrder(order.counts, order.postfix)
+        for order in {shape.order for shape in shapes}
+        if order is not None
+    }
+    buffers = [
+        (numel, dtype, orders[order])
+        for numel, dtype, order in (shape.real for shape in shapes)
+    ]
     try:
-        memory = library.SharedMemory(communicator.rank, communicator.size, shapes)
+        memory = library.SharedMemory(communicator.rank, communicator.size, buffers)
     except RuntimeError:
         return None, NO_MEMORY
     return memory, READY

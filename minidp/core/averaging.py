@@ -30,7 +30,7 @@ import torch
 from minidp import comm
 from minidp.hooks import BucketInfo, CommHook
 from minidp.layout import BucketPlan, Layout
-from minidp.shared_memory import SharedBuffer, share
+from minidp.shared_memory import BufferShape, SharedBuffer, SumOrder, share
 
 from .exchange import Exchange
 from .item_counts import ItemCounts
@@ -72,6 +72,7 @@ class Averaging:
         self.factors = DivideFactors()  # those of this backward
         self.wait_description = ""  # for errors; " of bucket 3" follows
         self.no_shared_memory = ""  # why buckets are messages; "" if they are shared
+        self.order: SumOrder | None = None  # of sums in shared memory; None: Gloo's
 
     @property
     def divisor(self) -> int:
@@ -146,8 +147,8 @@ class Averaging:
         if self.comm_hook is not None:
             found = "a comm hook is registered"
         elif asks:
-            shapes = [(plan.numel, plan.dtype) for plan in dense]
-            shapes += [each.shape for each in exchanges]
+            shapes = [BufferShape(each.numel, each.dtype, self.order) for each in dense]
+            shapes += [BufferShape(*each.shape) for each in exchanges]
             device = layout.buckets[0].device
             found = share(shapes, self._communicator, device)
         if isinstance(found, str):

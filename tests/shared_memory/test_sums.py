@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidp.comm.communicator import Communicator
-from minidp.shared_memory import SharedBuffer, share
+from minidp.shared_memory import BufferShape, SharedBuffer, share
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
@@ -43,7 +43,9 @@ def values(shape: tuple[int, torch.dtype], seed: int) -> torch.Tensor:
 
 def take(shapes: list[tuple[int, torch.dtype]], ctx: Any) -> list[SharedBuffer]:
     """Share memory between the ranks of ``ctx``, which all can."""
-    buffers = share(shapes, Communicator(ctx.group), CPU)
+    buffers = share(
+        [BufferShape(*each) for each in shapes], Communicator(ctx.group), CPU
+    )
     assert not isinstance(buffers, str), buffers
     return buffers
 

@@ -47,8 +47,26 @@ void minidp::copy_row(void*, const void*, int64_t, at::ScalarType, double, bool)
 namespace {
 
 constexpr int kRounds = 60;
-const std::vector<minidp::BucketShape> kBuckets = {
-    {1, c10::kInt}, {1000, c10::kInt}, {200'003, c10::kInt}};
+
+int32_t rows_of(int rank) {
+  return 1 + rank % 2;
+}
+
+// The last one has an order of its own: every second rank brings two rows.
+std::vector<minidp::BucketShape> buckets_of(int size) {
+  std::vector<int32_t> counts;
+  std::vector<int32_t> postfix;
+  int32_t rows = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    counts.push_back(rows_of(rank));
+    for (int32_t row = 0; row < rows_of(rank); ++row) {
+      postfix.push_back(rows++);
+    }
+  }
+  postfix.insert(postfix.end(), rows - 1, minidp::SumOrder::kAdd);
+  const auto order = std::make_shared<minidp::SumOrder>(counts, postfix);
+  return {{1, c10::kInt}, {1000, c10::kInt}, {200'003, c10::kInt}, {150'001, c10::kInt, order}};
+}
 
 struct Address {
   int descriptor;
@@ -65,7 +83,8 @@ void fail(const char* what, int rank, int round) {
 }
 
 void train(int rank, int size, std::vector<Address>& addresses, std::barrier<>& barrier) {
-  minidp::SharedMemory memory(rank, size, kBuckets);
+  const auto buckets = buckets_of(size);
+  minidp::SharedMemory memory(rank, size, buckets);
   addresses[rank] = {memory.descriptor(), memory.token()};
   barrier.arrive_and_wait();
   for (int peer = 0; peer < size; ++peer) {
@@ -76,17 +95,19 @@ void train(int rank, int size, std::vector<Address>& addresses, std::barrier<>& 
   }
   barrier.arrive_and_wait();
   for (int round = 0; round < kRounds; ++round) {
-    const size_t last = kBuckets.size();
+    const size_t last = buckets.size();
     for (size_t b = 0; b < last; ++b) {
-      auto* values = static_cast<uint32_t*>(memory.data(b));
-      for (int64_t k = 0; k < kBuckets[b].numel; ++k) {
-        values[k] = value(rank, round, k);
+      for (int32_t row = 0; row < (buckets[b].order ? rows_of(rank) : 1); ++row) {
+        auto* values = static_cast<uint32_t*>(memory.data(b, row));
+        for (int64_t k = 0; k < buckets[b].numel; ++k) {
+          values[k] = value(rank, round, k) + 7 * row;
+        }
       }
       memory.post(b);
       memory.advance(0);
     }
     for (size_t b = 0; b < last; ++b) {
-      const auto numel = kBuckets[b].numel;
+      const auto numel = buckets[b].numel;
       // Every other time this rank's own sums go to two tiles.
       std::vector<uint32_t> tile(numel);
       minidp::Tiles tiles;
@@ -102,7 +123,9 @@ void train(int rank, int size, std::vector<Address>& addresses, std::barrier<>& 
       for (int64_t k = 0; k < numel; ++k) {
         uint32_t sum = 0;
         for (int each = 0; each < size; ++each) {
-          sum += value(each, round, k);
+          for (int32_t row = 0; row < (buckets[b].order ? rows_of(each) : 1); ++row) {
+            sum += value(each, round, k) + 7 * row;
+          }
         }
         if (values[k] != sum) {
           fail("a wrong sum", rank, round);

@@ -24,7 +24,7 @@ from minidp.data_parallel import DataParallel
 from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import join, of_ranks
 from minidp.replica import sum_of_bits
-from minidp.shared_memory import share
+from minidp.shared_memory import BufferShape, share
 
 from .ranks import judge_clocks
 
@@ -141,7 +141,8 @@ def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
     Raises:
         NativeError: They cannot, but MINIDP_SHARED_MEMORY=1 asks for it.
     """
-    found = share([(1, torch.float32)], Communicator(group), device)
+    shapes = [BufferShape(1, torch.float32)]
+    found = share(shapes, Communicator(group), device)
     if isinstance(found, str):
         return ok(f"buckets travel through the process group: {found}")
     return ok("the ranks share the memory of buckets, which need no messages")
