@@ -303,6 +303,26 @@ MUTANTS = [
         first="logical_ranks",
     ),
     Mutant(
+        "the rows of logical ranks in shared memory are mixed up",
+        "first + row % len(mine)",
+        "first + row - 1",
+        first="logical_ranks/test_tree.py",
+    ),
+    Mutant(
+        "C++: a row in shared memory is added to another sum than the last one",
+        "Adder<T>::add(next - block, rows[postfix[k]] + at, n);",
+        "Adder<T>::add(stack, rows[postfix[k]] + at, n);",
+        native=True,
+        first="shared_memory/test_orders.py",
+    ),
+    Mutant(
+        "C++: sums in shared memory lie on each other",
+        "next += block;",
+        "next += block / 2;",
+        native=True,
+        first="shared_memory/test_orders.py",
+    ),
+    Mutant(
         "C++: a bucket in shared memory is read before its sums are there",
         "if (!all_posted(bucket)) {\n    return false;",
         "if (!all_posted(bucket)) {\n    return true;",

@@ -77,7 +77,7 @@ NATIVE_FAST = (
 NATIVE = (
     *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
     *folders("comm_hooks", "items", "join", "step_in_backward", "guard", "module"),
-    *folders("many_objects"),
+    *folders("many_objects", "logical_ranks"),
     *tests("constructor", "arguments"),
     *tests("reset", "reset", "failed_ranks"),
     *tests("groups", "subgroups"),

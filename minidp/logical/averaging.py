@@ -1,8 +1,10 @@
 """Reduce buckets in the order of the tree, whatever the number of ranks.
 
 An all-reduce adds in an order of its own. Where two ranks bring one sum each, that does
-not matter, because a + b is b + a. In all other cases each rank adds up a slice of the
-bucket for all ranks, in the order of the tree::
+not matter, because a + b is b + a. In all other cases the sum has to be in the order of
+the tree. If all ranks share a host, their pieces of a bucket lie in shared memory, and
+whoever waits adds up parts of it in that order (`order_of_sums`). Else each rank adds
+up a slice of the bucket for all ranks::
 
     all-to-all     rank r gets slice r of all pieces of all ranks
     tree           and adds them up
@@ -26,7 +28,7 @@ from minidp.core import Averaging, Exchange
 from minidp.errors import GradientError, explain
 from minidp.hooks import CommHook
 from minidp.layout import BucketPlan, Layout
-from minidp.shared_memory import SharedBuffer
+from minidp.shared_memory import SharedBuffer, SumOrder
 
 from .partial_sums import PartialSums
 from .tree import Node, Sums, adds_pairs, block, cover
@@ -60,6 +62,8 @@ class TreeAveraging(Averaging):
         self._nodes = [cover(leaves, block(leaves, ranks, r)) for r in range(ranks)]
         # Whether an all-reduce adds in the order of the tree.
         self._adds_pairs = adds_pairs(leaves, communicator.size)
+        if not self._adds_pairs:
+            self.order = order_of_sums(leaves, self._nodes)
         self._before: HostSum | None = None  # the bucket that was launched before
 
     @property
@@ -110,7 +114,9 @@ class TreeAveraging(Averaging):
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> comm.Work:
         """Start to add up a bucket over all ranks, in place."""
-        if self._adds_pairs:
+        if shared is not None:
+            self._partial.fill_rows(plan)
+        if self._adds_pairs or shared is not None:
             return super().reduce(plan, payload, shared)
         pieces = self._partial.pieces(plan, payload)
         group = self._communicator.group
@@ -136,11 +142,32 @@ class TreeAveraging(Averaging):
     def share(
         self, layout: Layout, exchanges: Sequence[Exchange], *, asks: bool
     ) -> list[SharedBuffer]:
-        """Share buckets as without logical ranks, if the sum of two is all there is."""
-        if self._adds_pairs:
-            return super().share(layout, exchanges, asks=asks)
-        self.no_shared_memory = "sums over logical ranks have an order of their own"
-        return []
+        """Share buckets as without logical ranks, and rows for pieces beside them."""
+        self._partial.use_rows([], [])  # lets the memory before go
+        found = super().share(layout, exchanges, asks=asks)
+        if found:
+            self._partial.use_rows(layout.buckets, [each.apart for each in found])
+        return found
+
+
+def order_of_sums(leaves: int, nodes: Sequence[Sequence[Node]]) -> SumOrder:
+    """Return the order of the tree for pieces in shared memory.
+
+    Args:
+        leaves: How many logical ranks there are.
+        nodes: The nodes of the pieces of all ranks, by rank; a rank's last piece is in
+            its bucket, and the others are beside it.
+    """
+    sums: Sums[list[int]] = Sums(
+        leaves, lambda left, right: [*left, *right, SumOrder.ADD]
+    )
+    first = 0  # the number of a rank's bucket; those of its other rows follow
+    for mine in nodes:
+        for row, node in enumerate(mine, 1):
+            sums.add(node, [first + row % len(mine)])
+        first += len(mine)
+    ((_, postfix),) = sums.open
+    return SumOrder(tuple(map(len, nodes)), tuple(postfix))
 
 
 class Slices:

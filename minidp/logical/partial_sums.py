@@ -2,12 +2,16 @@
 
 The last one's gradients are in the buckets, where its backward reduces them. What
 belongs to the same node of the tree is added to the bucket when that is full
-(`add_to_bucket`); what does not is a piece of its own, which travels beside it.
+(`add_to_bucket`); what does not is a piece of its own, which travels beside it. Where
+buckets are in shared memory such a piece is written there as soon as it is complete,
+while it is added up, so that it is not copied later (`use_rows`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +26,17 @@ from .tree import Node, Sums, cover
 Grads = list[Tensor | None]
 
 
+class Piece(NamedTuple):
+    """The sum of the gradients below one node of the tree."""
+
+    node: Node
+    grads: Grads
+
+
+# Where a piece is to be written, by its node: a tensor for each parameter.
+Places = dict[Node, list[Tensor]]
+
+
 class PartialSums:
     """The sums of the logical ranks that this rank has done in a step.
 
@@ -34,7 +49,30 @@ class PartialSums:
         self._leaves, self._block = leaves, block
         self.may_repeat = False  # a reduction may fail, and another round follow
         self.kept: list[tuple[Node, Grads]]  # sums of earlier rounds, left to right
+        self._places: Places = {}  # in shared memory, of pieces that stay apart
         self.clear()
+
+    def use_rows(
+        self, plans: Sequence[BucketPlan], rows: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Write pieces that stay apart to these rows, as soon as they are complete.
+
+        A piece that is complete already stays where it is, until `fill_rows`.
+
+        Args:
+            plans: The buckets. Without any, pieces stay in memory of their own.
+            rows: For each bucket a row for each such piece, of one dimension and real.
+        """
+        self._places.clear()
+        if not plans:
+            return
+        apart = cover(self._leaves, self._block)[:-1]
+        places: list[dict[int, Tensor]] = [{} for _ in apart]
+        for plan, of_bucket in zip(plans, rows, strict=True):
+            for found, row in zip(places, of_bucket, strict=True):
+                found |= zip(plan.indices, views_of(plan, row), strict=True)
+        for node, found in zip(apart, places, strict=True):
+            self._places[node] = [found[i] for i in range(len(found))]
 
     def clear(self) -> None:
         """Forget all sums."""
@@ -48,7 +86,7 @@ class PartialSums:
         What is `kept` remains. Without any logical ranks this rank has nothing to add
         to the sum, and what its buckets hold does not count.
         """
-        self._sums: Sums[Grads] = Sums(self._leaves, plus)
+        self._sums = self._no_sums()
         self._has_bucket = bool(turns)
         # How many sums of this round travel beside the bucket.
         self._num_apart = max(len(cover(self._leaves, turns)) - 1, 0)
@@ -60,9 +98,16 @@ class PartialSums:
 
     def keep(self) -> None:
         """Keep the sums of a round that has failed, for the next one."""
-        self.kept += self._sums.open
+        self.kept += self._open
         self.kept.sort(key=lambda pair: pair[0].first)
-        self._sums = Sums(self._leaves, plus)
+        self._sums = self._no_sums()
+
+    def _no_sums(self) -> Sums[Piece]:
+        return Sums(self._leaves, functools.partial(plus_in, self._places))
+
+    @property
+    def _open(self) -> list[tuple[Node, Grads]]:
+        return [(node, piece.grads) for node, piece in self._sums.open]
 
     def add(self, leaf: int, grads: Grads) -> None:
         """Add the gradients of a logical rank, whose memory is ours from now on."""
@@ -70,7 +115,10 @@ class PartialSums:
         with_streams = [each for each in devices if has_streams(each)]
         if with_streams:
             use_here(*grads)  # the streams of the backward have made them
-        self._sums.add(Node(0, leaf), grads)
+        node = Node(0, leaf)
+        if node in self._places:
+            grads = copied(grads, self._places[node])
+        self._sums.add(node, Piece(node, grads))
         self._made = {each: After(each) for each in with_streams}
 
     def _of(self, plan: BucketPlan, sums: Sequence[Grads]) -> list[Grads]:
@@ -89,7 +137,7 @@ class PartialSums:
             plan: Which parameters the bucket has.
             views: The view of the bucket's buffer for each of them.
         """
-        meeting = [grads for _, grads in self._sums.open[self._num_apart :]]
+        meeting = [grads for _, grads in self._open[self._num_apart :]]
         sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
         if plan.device.type == "cpu":  # a view that was just written is in the cache
             for k, view in enumerate(views):
@@ -110,22 +158,59 @@ class PartialSums:
         """
         found = []
         apart = [grads for _, grads in self.kept]
-        apart += [grads for _, grads in self._sums.open[: self._num_apart]]
+        apart += [grads for _, grads in self._open[: self._num_apart]]
         for grads in self._of(plan, apart):
-            piece = values = torch.zeros_like(payload)
-            if plan.dtype.is_complex:
-                values = torch.view_as_complex(piece.view(-1, 2))
-            for slot, grad in zip(plan.slots, grads, strict=True):
-                if grad is not None:
-                    place = slot.shape, slot.stride, slot.offset
-                    values.as_strided(*place).copy_(grad)
+            piece = torch.empty_like(payload)
+            _fill(views_of(plan, piece), grads)
             found.append(piece)
         return [*found, payload] if self._has_bucket else found
 
+    def fill_rows(self, plan: BucketPlan) -> None:
+        """Write to the rows of a bucket what is not there already (`use_rows`)."""
+        for node, grads in self._open[: self._num_apart]:
+            places = self._places[node]
+            _fill([places[i] for i in plan.indices], [grads[i] for i in plan.indices])
 
-def plus(left: Grads, right: Grads) -> Grads:
-    """Return the sums of the gradients of two nodes, in the memory of both."""
+
+def views_of(plan: BucketPlan, row: Tensor) -> list[Tensor]:
+    """Return the view of each slot of a bucket into a real row of one dimension."""
+    values = row
+    if plan.dtype.is_complex:
+        values = torch.view_as_complex(row.view(-1, 2))
+    return [values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots]
+
+
+def _fill(views: Sequence[Tensor], grads: Grads) -> None:
+    for view, grad in zip(views, grads, strict=True):
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            view.copy_(grad)
+
+
+def copied(grads: Grads, places: Sequence[Tensor]) -> Grads:
+    """Return gradients that were copied to places; None stays None."""
+    pairs = zip(places, grads, strict=True)
+    both = [(place, grad) for place, grad in pairs if grad is not None]
+    if both:
+        torch._foreach_copy_([place for place, _ in both], [grad for _, grad in both])
+    pairs = zip(places, grads, strict=True)
+    return [None if grad is None else place for place, grad in pairs]
+
+
+def plus_in(places: Places, left: Piece, right: Piece) -> Piece:
+    """Return the sum of two siblings, in its place if it has one."""
+    node = left.node.parent
+    return Piece(node, plus(left.grads, right.grads, places.get(node)))
+
+
+def plus(left: Grads, right: Grads, places: Sequence[Tensor] | None = None) -> Grads:
+    """Return the sums of the gradients of two nodes, in places or memory of both."""
     pairs = list(zip(left, right, strict=True))
+    if places is not None:
+        return [
+            _sum_in(place, a, b) for place, (a, b) in zip(places, pairs, strict=True)
+        ]
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -134,6 +219,14 @@ def plus(left: Grads, right: Grads) -> Grads:
         if (a is None) != (b is None) and one is not None:
             _add_zeros(one)
     return [b if a is None else a for a, b in pairs]
+
+
+def _sum_in(place: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients in a place, or None if there are none."""
+    if a is not None and b is not None:
+        return torch.add(a, b, out=place)
+    one = a if b is None else b
+    return None if one is None else torch.add(one, 0.0, out=place)
 
 
 def _add(views: Sequence[Tensor], grads: Grads) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minidp.logical.averaging import order_of_sums
 from minidp.logical.tree import Node, Sums, adds_pairs, block, cover, root
+from minidp.shared_memory import SumOrder
 
 sizes = st.integers(1, 40).flatmap(
     lambda leaves: st.tuples(st.just(leaves), st.integers(1, leaves))
@@ -43,6 +45,29 @@ def test_ranks_add_as_one_process_does(size):
         assert [node for node, _ in own] == cover(leaves, mine)
         pieces += own
     assert summed(leaves, pieces) == expected
+
+
+@given(sizes)
+def test_the_order_in_shared_memory_is_that_of_the_tree(size):
+    leaves, ranks = size
+    every_leaf = [(Node(0, leaf), str(leaf)) for leaf in range(leaves)]
+    ((_, expected),) = summed(leaves, every_leaf)
+    rows, nodes = [], []
+    for rank in range(ranks):
+        mine = block(leaves, ranks, rank)
+        *apart, in_bucket = summed(leaves, every_leaf[mine.start : mine.stop])
+        rows += [value for _, value in (in_bucket, *apart)]
+        nodes.append(cover(leaves, mine))
+    order = order_of_sums(leaves, nodes)
+    assert order.counts == tuple(map(len, nodes))
+    stack = []
+    for word in order.postfix:
+        if word == SumOrder.ADD:
+            right = stack.pop()
+            stack.append(f"({stack.pop()}+{right})")
+        else:
+            stack.append(rows[word])
+    assert stack == [expected]
 
 
 def test_the_tree_of_seven():
