@@ -10,7 +10,7 @@ while it is added up, so that it is not copied later (`use_rows`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from minidp.accelerator import After, has_streams, use_here
 from minidp.layout import BucketPlan
 
 from .tree import Node, Sums, cover
+
+_CACHED_BYTES = 128 * 1024  # of a bucket, besides as much of what is added to it
 
 # A gradient for each parameter. None stands for zeros: this logical rank has not used
 # the parameter.
@@ -139,13 +141,12 @@ class PartialSums:
         """
         meeting = [grads for _, grads in self._open[self._num_apart :]]
         sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
-        if plan.device.type == "cpu":  # a view that was just written is in the cache
-            for k, view in enumerate(views):
-                for grads in sums:
-                    _add([view], [grads[k]])
-        else:  # where a launch costs more than memory
+        # On the CPU what was just written is in the cache. On a device a launch costs
+        # more than memory.
+        most = _CACHED_BYTES if plan.device.type == "cpu" else plan.nbytes
+        for part in _parts(plan, most):
             for grads in sums:
-                _add(views, grads)
+                _add(views[part], grads[part])
 
     def pieces(self, plan: BucketPlan, payload: Tensor) -> list[Tensor]:
         """Return what this rank adds to the sum of a bucket: its payload is the last.
@@ -196,6 +197,17 @@ def copied(grads: Grads, places: Sequence[Tensor]) -> Grads:
         torch._foreach_copy_([place for place, _ in both], [grad for _, grad in both])
     pairs = zip(places, grads, strict=True)
     return [None if grad is None else place for place, grad in pairs]
+
+
+def _parts(plan: BucketPlan, most: int) -> Iterator[slice]:
+    """Cut the slots of a bucket into neighbours of at most so many bytes, or single."""
+    start = nbytes = 0
+    for k, slot in enumerate(plan.slots):
+        nbytes += slot.numel * plan.dtype.itemsize
+        if nbytes > most and k > start:
+            yield slice(start, k)
+            start, nbytes = k, slot.numel * plan.dtype.itemsize
+    yield slice(start, len(plan.slots))
 
 
 def plus_in(places: Places, left: Piece, right: Piece) -> Piece:
