@@ -6,8 +6,7 @@
 Every implementation does the same forwards and backwards on each rank: one accumulates
 them with no_sync(), the other has as many logical ranks. Ratios are paired by round
 (see the --help of overhead.py). With 4 logical ranks for each rank, each rank brings
-one sum; with 3 it brings two sums, so that more has to travel, and never in shared
-memory.
+one sum; with 3 it brings two sums, so that more has to be added up.
 
 Target: a step with logical ranks takes at most 1.05 times one of plain accumulation.
 """
