@@ -54,7 +54,8 @@ class TreeAveraging(Averaging):
     ) -> None:
         super().__init__(communicator, before.device, batched=False)
         self.items = before.items
-        self._leaves, self._partial = leaves, partial
+        self.leaves = self._leaves = leaves
+        self._partial = partial
         ranks = communicator.size
         # The nodes of the pieces that each rank brings, by rank.
         self._nodes = [cover(leaves, block(leaves, ranks, r)) for r in range(ranks)]

@@ -28,6 +28,7 @@ from minidp import randomness
 from minidp.comm import broadcast_integers, gather_integers
 from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
+from minidp.trace import StepEvent
 
 from .averaging import TreeAveraging
 from .options import LogicalOptions
@@ -133,8 +134,11 @@ class LogicalRanks(Observer):
     def _each(self, step: int) -> Iterator[int]:
         self.refuse_unfinished()
         self.step = step
+        observers = self._reducer.queue.observers
+        observers.on_step_event(StepEvent.LOOP_BEGIN)
         # Before buffers are read: their broadcast must not find an open loop.
         buffers = self._sync_buffers()
+        observers.on_step_event(StepEvent.MODULE_BEGIN)
         params = self._reducer.params
         loop = self._open = _Loop(Start(params, self._module, buffers))
         self._partial.clear()
@@ -142,9 +146,11 @@ class LogicalRanks(Observer):
             loop.begin(leaf)
             self._switch(enabled=leaf == self.block[-1])
             randomness.seed_all(self.options.seed, step, leaf)
+            observers.on_step_event(StepEvent.TURN_BEGIN, leaf)
             yield leaf
             if self._open is not loop:  # reset() was called meanwhile
                 return
+            observers.on_step_event(StepEvent.TURN_END, leaf)
             self._end_turn(loop, leaf)
         loop.start.end(has_first=self.block.start == 0)
         self._close()
