@@ -166,7 +166,7 @@ class Averaging:
 
         Args:
             plan: Which parameters the bucket has.
-            views: The view of its buffer for each of them.
+            views: The view of its buffer for each of them; or its sparse gradient.
         """
 
     def reduce(

@@ -213,7 +213,11 @@ def _logical(
     layers = [*replica.module.modules()]
     norms = any(isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm) for layer in layers)
     for is_wanted, name, why in (
-        (any(s.sparse for s in replica.specs), "a sparse gradient", "has no tree yet"),
+        (
+            any(s.sparse and s.device.type != "cpu" for s in replica.specs),
+            "a sparse gradient on an accelerator",
+            "nobody has tried yet",
+        ),
         (norms, "SyncBatchNorm", "needs the batches of all logical ranks at once"),
         (
             any(isinstance(layer, DistributedDataParallel) for layer in layers),

@@ -8,7 +8,8 @@ bucket for all ranks, in the order of the tree::
     tree           and adds them up
     all-gather     every rank gets the sums of all slices
 
-If each rank brings one piece, these are the bytes of a ring all-reduce.
+If each rank brings one piece, these are the bytes of a ring all-reduce. For sparse
+gradients see `sparse_sums`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import SharedBuffer
 
 from .partial_sums import PartialSums
+from .sparse_sums import SparsePieces
 from .tree import Node, Sums, adds_pairs, block, cover
 
 _SLICE_SECONDS = 0.5
@@ -73,9 +75,15 @@ class TreeAveraging(Averaging):
         """By what the sum over all logical ranks is multiplied."""
         return 1.0 / self._leaves if self.items is None else self.items.scale
 
-    def connect(self) -> None:
-        """Create what sums need; all ranks call it, and wait for each other."""
-        if not self._adds_pairs and self.device.type == "cpu":
+    def connect(self, *, has_sparse: bool) -> None:
+        """Create what sums need; all ranks call it, and wait for each other.
+
+        Args:
+            has_sparse: Whether some parameter has a sparse gradient.
+        """
+        waits_here = has_sparse or self.device.type == "cpu"
+        adds_pairs = self._adds_pairs and not has_sparse
+        if waits_here and not adds_pairs and self._communicator.size > 1:
             with self._communicator.blocking("connecting the ranks for their sums"):
                 _group_of_gathers(self._communicator.group)
 
@@ -111,12 +119,15 @@ class TreeAveraging(Averaging):
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> comm.Work:
         """Start to add up a bucket over all ranks, in place."""
-        if self._adds_pairs:
+        if plan.sparse and self._communicator.size == 1:
+            return comm.NoWork()
+        if self._adds_pairs and not plan.sparse:
             return super().reduce(plan, payload, shared)
         pieces = [*self._partial.pieces(plan, payload), payload]
         group = self._communicator.group
-        slices = Slices(pieces, self._nodes, self._leaves, group)
-        if not payload.is_cpu:
+        kind = SparsePieces if plan.sparse else Slices
+        slices = kind(pieces, self._nodes, self._leaves, group)
+        if isinstance(slices, Slices) and not payload.is_cpu:
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
         return self._before
@@ -257,7 +268,7 @@ class HostSum:
     can_time_out = True  # the host waits, and in slices of time
     needs_asking = True  # or it does not go on
 
-    def __init__(self, slices: Slices, before: HostSum | None) -> None:
+    def __init__(self, slices: Slices | SparsePieces, before: HostSum | None) -> None:
         self._slices, self._before = slices, before
         self._error: Exception | None = None
         self._is_done = False

@@ -108,7 +108,8 @@ class LogicalRanks(Observer):
             steps = [row[0] for row in gather_integers([self.step], group, device)]
         self.step = max(steps) if copy_from is None else steps[copy_from]
         self.options = replace(self.options, seed=seed)
-        self._averaging.connect()
+        has_sparse = any(spec.sparse for spec in self._reducer.queue.specs)
+        self._averaging.connect(has_sparse=has_sparse)
 
     def each(self, step: int | None) -> Iterator[int]:
         """Return an iterator over the numbers of this rank's logical ranks.
@@ -218,6 +219,19 @@ class LogicalRanks(Observer):
                 "if the model does not use all parameters in each step, pass "
                 "find_unused_parameters=True",
                 missing,
+            )
+        specs = self._reducer.queue.specs
+        if wrong := [
+            f"{spec.name} ({grad.layout})"
+            for spec, grad in zip(specs, grads, strict=True)
+            if grad is not None and grad.is_sparse is not spec.sparse
+        ]:
+            self._fail(
+                f"Gradients of logical rank {leaf} have another layout than their "
+                "buckets.",
+                "an embedding with sparse=True has sparse gradients, and everything "
+                "else dense ones; do not change that after wrapping",
+                wrong,
             )
         if any(grad is not None and grad.requires_grad for grad in grads):
             self._fail(

@@ -15,6 +15,7 @@ from torch import Tensor
 from minidp.accelerator import After, has_streams, use_here
 from minidp.layout import BucketPlan
 
+from .sparse_sums import add_sparse, no_rows
 from .tree import Node, Sums, cover
 
 # A gradient for each parameter. None stands for zeros: this logical rank has not used
@@ -47,6 +48,8 @@ class PartialSums:
         with_streams = [each for each in devices if has_streams(each)]
         if with_streams:
             use_here(*grads)  # the streams of the backward have made them
+        # Two embeddings may share the memory of their values: no sum is in place.
+        grads = [g.coalesce() if g is not None and g.is_sparse else g for g in grads]
         self._sums.add(Node(0, leaf), grads)
         self._made = {each: After(each) for each in with_streams}
 
@@ -64,11 +67,19 @@ class PartialSums:
 
         Args:
             plan: Which parameters the bucket has.
-            views: The view of the bucket's buffer for each of them.
+            views: The view of the bucket's buffer for each of them; of a sparse bucket
+                its gradient, which is coalesced then.
         """
         meeting = [grads for _, grads in self._sums.open[self.num_apart :]]
         sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
-        if plan.device.type == "cpu":  # a view that was just written is in the cache
+        if plan.sparse:
+            (payload,) = views
+            total = payload.coalesce()
+            for (grad,) in sums:
+                total = total if grad is None else add_sparse(grad, total)
+            if total is not payload:
+                payload.copy_(total)
+        elif plan.device.type == "cpu":  # a view that was just written is in the cache
             for k, view in enumerate(views):
                 for grads in sums:
                     _add([view], [grads[k]])
@@ -81,10 +92,13 @@ class PartialSums:
 
         Args:
             plan: Which parameters the bucket has.
-            payload: Its buffer, of one dimension and real.
+            payload: Its buffer, of one dimension and real; or the sparse gradient.
         """
         found = []
         apart = [grads for _, grads in self._sums.open[: self.num_apart]]
+        if plan.sparse:
+            sparse = [grad for (grad,) in self._of(plan, apart)]
+            return [no_rows(payload) if grad is None else grad for grad in sparse]
         for grads in self._of(plan, apart):
             piece = values = torch.zeros_like(payload)
             if plan.dtype.is_complex:
@@ -100,14 +114,22 @@ class PartialSums:
 def plus(left: Grads, right: Grads) -> Grads:
     """Return the sums of the gradients of two nodes, in the memory of both."""
     pairs = list(zip(left, right, strict=True))
+    sums = [_plus_one(a, b) for a, b in pairs]
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    for a, b in pairs:
-        one = a if b is None else b
-        if (a is None) != (b is None) and one is not None:
-            _add_zeros(one)
-    return [b if a is None else a for a, b in pairs]
+    dense = [(a, b) for a, b in both if not a.is_sparse]
+    if dense:
+        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+    return sums
+
+
+def _plus_one(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, or where `plus` will write it."""
+    if a is not None and b is not None:
+        return add_sparse(a, b) if a.is_sparse else a
+    one = b if a is None else a
+    if one is not None and not one.is_sparse:
+        _add_zeros(one)
+    return one
 
 
 def _add(views: Sequence[Tensor], grads: Grads) -> None:

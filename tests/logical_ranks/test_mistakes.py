@@ -68,7 +68,6 @@ def test_ranks_with_other_numbers(ctx):
 
 
 MODULES = {
-    "a sparse gradient": lambda _: nn.Embedding(4, 2, sparse=True),
     "SyncBatchNorm": lambda _: minidp.SyncBatchNorm(3),
     "a DistributedDataParallel inside the module": (
         lambda ctx: TorchsDDP(net(), process_group=ctx.group)
