@@ -100,6 +100,18 @@ class Attachment:
         """Go through this rank's logical ranks, as `DataParallel.each_logical_rank`."""
         return self.data_parallel.each_logical_rank(step)
 
+    @property
+    def logical_block(self) -> range:
+        """This rank's logical ranks, as `DataParallel.logical_block` has them."""
+        block: range = self.data_parallel.logical_block
+        return block
+
+    @property
+    def logical_state(self) -> dict[str, Any]:
+        """What a checkpoint needs of them, as `DataParallel.logical_state` has it."""
+        state: dict[str, Any] = self.data_parallel.logical_state
+        return state
+
     def alone(self) -> AbstractContextManager[None]:
         """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.
 

@@ -310,4 +310,5 @@ def where_of(reducer: Reducer) -> Where:
         comm_hook="" if hook is None else hook.name,
         layout_by=reducer.rebuild_policy.layout_by,
         no_shared_memory=averaging.no_shared_memory if size > 1 else None,
+        logical_ranks=averaging.leaves,
     )

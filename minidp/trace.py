@@ -45,10 +45,17 @@ class Moment(Enum):
 
 
 class StepEvent(Enum):
-    """An event of a step that belongs to no bucket."""
+    """An event of a step that belongs to no bucket.
 
+    The events of loops and turns come with logical ranks only, and those of turns with
+    the number of the logical rank.
+    """
+
+    LOOP_BEGIN = "loop over the logical ranks of this rank begins"
+    TURN_BEGIN = "turn of a logical rank begins"
+    TURN_END = "turn of a logical rank ended"
     FORWARD_BEGIN = "forward begins"
-    MODULE_BEGIN = "collectives before the module's forward are done"
+    MODULE_BEGIN = "collectives before the module's forward, or a loop, are done"
     FORWARD_END = "forward ended"
     LOCAL_FORWARD_END = "forward ended whose backward averages nothing"
     LOCAL_BACKWARD_BEGIN = "backward that averages nothing begins"

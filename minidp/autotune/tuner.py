@@ -184,6 +184,7 @@ class Measurement:
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()
+        watch.begin_step()
         watch.on_step_event(StepEvent.FORWARD_BEGIN)
         return watch
 

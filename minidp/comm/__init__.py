@@ -68,7 +68,7 @@ from .stores import (
     read_json,
     warn_without_store,
 )
-from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
+from .work import FutureWork, NoWork, Work, is_waiting, then, wait_for, waiting
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -76,6 +76,7 @@ __all__ = [
     "Communicator",
     "FutureWork",
     "InFlight",
+    "NoWork",
     "PeerMonitor",
     "PeerReport",
     "ProcessGroup",

@@ -63,6 +63,7 @@ class Averaging:
         self._communicator = communicator
         self._is_batched = batched
         self.device = device  # of the gradients
+        self.leaves: int | None = None  # how many logical ranks there are, if any
         self.items: ItemCounts | None = None  # with average_over="items"
         # How many ranks to average over, if not all: in `join()` some may be without
         # inputs, and with torchft some replicas take no part.
@@ -166,7 +167,7 @@ class Averaging:
 
         Args:
             plan: Which parameters the bucket has.
-            views: The view of its buffer for each of them.
+            views: The view of its buffer for each of them; or its sparse gradient.
         """
 
     def reduce(

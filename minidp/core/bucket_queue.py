@@ -153,7 +153,7 @@ class BucketQueue:
     def _launch(self, bucket: Bucket) -> None:
         self._tell_launching()
         with bucket.on_stream():  # after the kernels that filled it
-            self.averaging.complete(bucket.plan, bucket.views)
+            self.averaging.complete(bucket.plan, bucket.views or [bucket.payload])
             if self.checks_finite:
                 self._check_finite(bucket, BEFORE)
         rest = range(bucket.plan.number + 1, len(self.buckets))

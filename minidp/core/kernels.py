@@ -46,12 +46,12 @@ def rescale(values: Tensor, factor: float | Tensor) -> None:
         factor: A number, or a tensor with one, of any device and dtype, which the host
             does not read.
     """
+    if values.is_sparse:
+        values = values._values()  # so that what is coalesced stays so
     if isinstance(factor, float):
         if factor != 1.0:
             values.mul_(factor)
         return
-    if values.is_sparse:
-        values = values._values()
     wide = torch.float64 if values.dtype.to_real() is torch.float64 else torch.float32
     # One element, but no scalar: that would be rounded to 16 bits first.
     one = factor.to(values.device, wide, non_blocking=True).reshape(1)

@@ -29,7 +29,8 @@ Whoever only wants to know when things happen has `sees_times`. It gets the even
 `minidp.trace` lists: those of a bucket by `on_bucket_event`, those of a step by
 `on_step_event`. What runs for each gradient or bucket asks `Observers.is_timed` first,
 because even a call for nobody costs time. Not all events come from the core: the
-wrapper sends where its forward begins, and the guard where an optimizer steps.
+wrapper sends where its forward begins, the loop over logical ranks its turns, and the
+guard where an optimizer steps.
 
 Who observes what:
 
@@ -150,10 +151,15 @@ class Observer:
             index: The number of the bucket, or with PARAM_READY the parameter's index.
         """
 
-    def on_step_event(self, event: StepEvent) -> None:
+    def on_step_event(self, event: StepEvent, leaf: int | None = None) -> None:
         """Note an event of the step, on the thread where it happens.
 
         It is called only if `sees_times`.
+
+        Args:
+            event: What happened.
+            leaf: Whose turn begins or ends: the number of a logical rank. None with
+                other events.
         """
 
 
@@ -189,10 +195,10 @@ class Observers:
         for each in self._of_gradients if is_gradient else self._timed:
             each.on_bucket_event(moment, index)
 
-    def on_step_event(self, event: StepEvent) -> None:
+    def on_step_event(self, event: StepEvent, leaf: int | None = None) -> None:
         """Tell observers of an event of the step, if any of them `sees_times`."""
         for each in self._timed:
-            each.on_step_event(event)
+            each.on_step_event(event, leaf)
 
 
 class RecorderObserver(Observer):

@@ -210,11 +210,20 @@ def _logical(
     options = logical.read(given.logical_ranks, torch.initial_seed())
     named = dict(replica.module.named_buffers())
     has_buffers = any(name not in replica.ignored for name in named)
-    layers = replica.module.modules()
+    layers = [*replica.module.modules()]
     norms = any(isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm) for layer in layers)
     for is_wanted, name, why in (
-        (any(s.sparse for s in replica.specs), "a sparse gradient", "has no tree yet"),
+        (
+            any(s.sparse and s.device.type != "cpu" for s in replica.specs),
+            "a sparse gradient on an accelerator",
+            "nobody has tried yet",
+        ),
         (norms, "SyncBatchNorm", "needs the batches of all logical ranks at once"),
+        (
+            any(isinstance(layer, DistributedDataParallel) for layer in layers),
+            "a DistributedDataParallel inside the module",
+            "averages over ranks in the turn of each logical rank",
+        ),
         (
             has_buffers and not forward_sync,
             "forward_sync_buffers=False",

@@ -1,9 +1,9 @@
 """Train with the same bits on any number of ranks, by logical ranks.
 
 Read `tree` (in which order gradients are added up), `partial_sums` (what a rank adds up
-by itself), `averaging` (how the rest travels), `start` (from what each logical rank
-begins), `loop` (their turns, and mistakes in them), `options`. Much of this is exported
-for `minidp.torchft` alone, where ranks may die in a step.
+by itself), `averaging` and `sparse_sums` (how the rest travels), `start` (from what
+each logical rank begins), `loop` (their turns, and mistakes in them), `options`. Much
+of this is exported for `minidp.torchft` alone, where ranks may die in a step.
 """
 
 from .averaging import Slices, TreeAveraging

@@ -10,7 +10,8 @@ up a slice of the bucket for all ranks::
     tree           and adds them up
     all-gather     every rank gets the sums of all slices
 
-If each rank brings one piece, these are the bytes of a ring all-reduce.
+If each rank brings one piece, these are the bytes of a ring all-reduce. For sparse
+gradients see `sparse_sums`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import SharedBuffer, SumOrder
 
 from .partial_sums import PartialSums
+from .sparse_sums import SparsePieces
 from .tree import Node, Sums, adds_pairs, block, cover
 
 _SLICE_SECONDS = 0.5
@@ -56,7 +58,8 @@ class TreeAveraging(Averaging):
     ) -> None:
         super().__init__(communicator, before.device, batched=False)
         self.items = before.items
-        self._leaves, self._partial = leaves, partial
+        self.leaves = self._leaves = leaves
+        self._partial = partial
         ranks = communicator.size
         # The nodes of the pieces that each rank brings, by rank.
         self._nodes = [cover(leaves, block(leaves, ranks, r)) for r in range(ranks)]
@@ -76,9 +79,15 @@ class TreeAveraging(Averaging):
         """By what the sum over all logical ranks is multiplied."""
         return 1.0 / self._leaves if self.items is None else self.items.scale
 
-    def connect(self) -> None:
-        """Create what sums need; all ranks call it, and wait for each other."""
-        if not self._adds_pairs and self.device.type == "cpu":
+    def connect(self, *, has_sparse: bool) -> None:
+        """Create what sums need; all ranks call it, and wait for each other.
+
+        Args:
+            has_sparse: Whether some parameter has a sparse gradient.
+        """
+        waits_here = has_sparse or self.device.type == "cpu"
+        adds_pairs = self._adds_pairs and not has_sparse
+        if waits_here and not adds_pairs and self._communicator.size > 1:
             with self._communicator.blocking("connecting the ranks for their sums"):
                 _group_of_gathers(self._communicator.group)
 
@@ -114,14 +123,17 @@ class TreeAveraging(Averaging):
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> comm.Work:
         """Start to add up a bucket over all ranks, in place."""
+        if plan.sparse and self._communicator.size == 1:
+            return comm.NoWork()
         if shared is not None:
             self._partial.fill_rows(plan)
-        if self._adds_pairs or shared is not None:
+        if shared is not None or (self._adds_pairs and not plan.sparse):
             return super().reduce(plan, payload, shared)
         pieces = self._partial.pieces(plan, payload)
         group = self._communicator.group
-        slices = Slices(payload, pieces, self._nodes, self._leaves, group)
-        if not payload.is_cpu:
+        kind = SparsePieces if plan.sparse else Slices
+        slices = kind(payload, pieces, self._nodes, self._leaves, group)
+        if isinstance(slices, Slices) and not payload.is_cpu:
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
         return self._before
@@ -286,7 +298,7 @@ class HostSum:
     can_time_out = True  # the host waits, and in slices of time
     needs_asking = True  # or it does not go on
 
-    def __init__(self, slices: Slices, before: HostSum | None) -> None:
+    def __init__(self, slices: Slices | SparsePieces, before: HostSum | None) -> None:
         self._slices, self._before = slices, before
         self._error: Exception | None = None
         self._is_done = False

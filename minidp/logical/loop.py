@@ -32,6 +32,7 @@ from minidp import randomness
 from minidp.comm import broadcast_integers, gather_integers
 from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
+from minidp.trace import StepEvent
 
 from .averaging import TreeAveraging
 from .options import LogicalOptions
@@ -173,7 +174,8 @@ class LogicalRanks(Observer):
             steps = [row[0] for row in gather_integers([self.step], group, device)]
         self.step = max(steps) if copy_from is None else steps[copy_from]
         self.options = replace(self.options, seed=seed)
-        self._averaging.connect()
+        has_sparse = any(spec.sparse for spec in self._reducer.queue.specs)
+        self._averaging.connect(has_sparse=has_sparse)
 
     def each(self, step: int | None) -> Iterator[int]:
         """Return an iterator over the numbers of this rank's logical ranks.
@@ -198,8 +200,11 @@ class LogicalRanks(Observer):
 
     def _each(self, step: int | None) -> Iterator[int]:
         self.refuse_unfinished()
+        observers = self._reducer.queue.observers
+        observers.on_step_event(StepEvent.LOOP_BEGIN)
         # Before buffers are read: their broadcast must not find an open loop.
         buffers = self._sync_buffers()
+        observers.on_step_event(StepEvent.MODULE_BEGIN)
         params = self._reducer.params
         loop = self._open = _Loop(Start(params, self._module, buffers))
         self._partial.clear()
@@ -211,9 +216,11 @@ class LogicalRanks(Observer):
                 is_last = leaf == now.leaves[-1]
                 self._switch(enabled=is_last)
                 randomness.seed_all(now.seed, now.step, leaf)
+                observers.on_step_event(StepEvent.TURN_BEGIN, leaf)
                 yield leaf
                 if self._open is not loop:  # reset() was called meanwhile
                     return
+                observers.on_step_event(StepEvent.TURN_END, leaf)
                 self._end_turn(loop, leaf, is_last=is_last)
         loop.start.end()
         self._partial.clear()
@@ -281,6 +288,19 @@ class LogicalRanks(Observer):
                 "if the model does not use all parameters in each step, pass "
                 "find_unused_parameters=True",
                 missing,
+            )
+        specs = self._reducer.queue.specs
+        if wrong := [
+            f"{spec.name} ({grad.layout})"
+            for spec, grad in zip(specs, grads, strict=True)
+            if grad is not None and grad.is_sparse is not spec.sparse
+        ]:
+            self._fail(
+                f"Gradients of logical rank {leaf} have another layout than their "
+                "buckets.",
+                "an embedding with sparse=True has sparse gradients, and everything "
+                "else dense ones; do not change that after wrapping",
+                wrong,
             )
         if any(grad is not None and grad.requires_grad for grad in grads):
             self._fail(

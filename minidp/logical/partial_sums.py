@@ -19,6 +19,7 @@ from torch import Tensor
 from minidp.accelerator import After, has_streams, use_here
 from minidp.layout import BucketPlan
 
+from .sparse_sums import add_sparse, no_rows
 from .tree import Node, Sums, cover
 
 _CACHED_BYTES = 128 * 1024  # of a bucket, besides as much of what is added to it
@@ -35,8 +36,9 @@ class Piece(NamedTuple):
     grads: Grads
 
 
-# Where a piece is to be written, by its node: a tensor for each parameter.
-Places = dict[Node, list[Tensor]]
+# Where a piece is to be written, by its node: a tensor for each parameter, or None if
+# that has sparse gradients, which lie in no buffer.
+Places = dict[Node, Sequence[Tensor | None]]
 
 
 class PartialSums:
@@ -63,18 +65,21 @@ class PartialSums:
 
         Args:
             plans: The buckets. Without any, pieces stay in memory of their own.
-            rows: For each bucket a row for each such piece, of one dimension and real.
+            rows: For each dense bucket a row for each such piece, of one dimension and
+                real.
         """
         self._places.clear()
         if not plans:
             return
         apart = cover(self._leaves, self._block)[:-1]
         places: list[dict[int, Tensor]] = [{} for _ in apart]
-        for plan, of_bucket in zip(plans, rows, strict=True):
+        dense = [plan for plan in plans if not plan.sparse]
+        for plan, of_bucket in zip(dense, rows, strict=True):
             for found, row in zip(places, of_bucket, strict=True):
                 found |= zip(plan.indices, views_of(plan, row), strict=True)
+        num_params = sum(len(plan.indices) for plan in plans)
         for node, found in zip(apart, places, strict=True):
-            self._places[node] = [found[i] for i in range(len(found))]
+            self._places[node] = [found.get(i) for i in range(num_params)]
 
     def clear(self) -> None:
         """Forget all sums."""
@@ -117,6 +122,8 @@ class PartialSums:
         with_streams = [each for each in devices if has_streams(each)]
         if with_streams:
             use_here(*grads)  # the streams of the backward have made them
+        # Two embeddings may share the memory of their values: no sum is in place.
+        grads = [g.coalesce() if g is not None and g.is_sparse else g for g in grads]
         node = Node(0, leaf)
         if node in self._places:
             grads = copied(grads, self._places[node])
@@ -137,10 +144,19 @@ class PartialSums:
 
         Args:
             plan: Which parameters the bucket has.
-            views: The view of the bucket's buffer for each of them.
+            views: The view of the bucket's buffer for each of them; of a sparse bucket
+                its gradient, which is coalesced then.
         """
         meeting = [grads for _, grads in self._open[self._num_apart :]]
         sums = [*reversed(self._of(plan, meeting))]  # upwards in the tree
+        if plan.sparse:
+            (payload,) = views
+            total = payload.coalesce()
+            for (grad,) in sums:
+                total = total if grad is None else add_sparse(grad, total)
+            if total is not payload:
+                payload.copy_(total)
+            return
         # On the CPU what was just written is in the cache. On a device a launch costs
         # more than memory.
         most = _CACHED_BYTES if plan.device.type == "cpu" else plan.nbytes
@@ -155,11 +171,15 @@ class PartialSums:
 
         Args:
             plan: Which parameters the bucket has.
-            payload: Its buffer, of one dimension and real.
+            payload: Its buffer, of one dimension and real; or the sparse gradient.
         """
         found = []
         apart = [grads for _, grads in self.kept]
         apart += [grads for _, grads in self._open[: self._num_apart]]
+        if plan.sparse:
+            sparse = [grad for (grad,) in self._of(plan, apart)]
+            found = [no_rows(payload) if grad is None else grad for grad in sparse]
+            return [*found, payload] if self._has_bucket else found
         for grads in self._of(plan, apart):
             piece = torch.empty_like(payload)
             _fill(views_of(plan, piece), grads)
@@ -169,8 +189,11 @@ class PartialSums:
     def fill_rows(self, plan: BucketPlan) -> None:
         """Write to the rows of a bucket what is not there already (`use_rows`)."""
         for node, grads in self._open[: self._num_apart]:
-            places = self._places[node]
-            _fill([places[i] for i in plan.indices], [grads[i] for i in plan.indices])
+            places = [self._places[node][i] for i in plan.indices]
+            _fill(
+                [place for place in places if place is not None],  # of a dense bucket
+                [grads[i] for i in plan.indices],
+            )
 
 
 def views_of(plan: BucketPlan, row: Tensor) -> list[Tensor]:
@@ -189,14 +212,13 @@ def _fill(views: Sequence[Tensor], grads: Grads) -> None:
             view.copy_(grad)
 
 
-def copied(grads: Grads, places: Sequence[Tensor]) -> Grads:
-    """Return gradients that were copied to places; None stays None."""
-    pairs = zip(places, grads, strict=True)
-    both = [(place, grad) for place, grad in pairs if grad is not None]
+def copied(grads: Grads, places: Sequence[Tensor | None]) -> Grads:
+    """Return gradients that were copied to places, where there are both."""
+    pairs = list(zip(places, grads, strict=True))
+    both = [(p, grad) for p, grad in pairs if p is not None and grad is not None]
     if both:
         torch._foreach_copy_([place for place, _ in both], [grad for _, grad in both])
-    pairs = zip(places, grads, strict=True)
-    return [None if grad is None else place for place, grad in pairs]
+    return [grad if p is None or grad is None else p for p, grad in pairs]
 
 
 def _parts(plan: BucketPlan, most: int) -> Iterator[slice]:
@@ -216,21 +238,36 @@ def plus_in(places: Places, left: Piece, right: Piece) -> Piece:
     return Piece(node, plus(left.grads, right.grads, places.get(node)))
 
 
-def plus(left: Grads, right: Grads, places: Sequence[Tensor] | None = None) -> Grads:
+def plus(
+    left: Grads, right: Grads, places: Sequence[Tensor | None] | None = None
+) -> Grads:
     """Return the sums of the gradients of two nodes, in places or memory of both."""
-    pairs = list(zip(left, right, strict=True))
-    if places is not None:
-        return [
-            _sum_in(place, a, b) for place, (a, b) in zip(places, pairs, strict=True)
-        ]
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    for a, b in pairs:
-        one = a if b is None else b
-        if (a is None) != (b is None) and one is not None:
-            _add_zeros(one)
-    return [b if a is None else a for a, b in pairs]
+    if places is None:
+        places = [None] * len(left)
+    triples = list(zip(left, right, places, strict=True))
+    sums = [_plus_one(a, b, place) for a, b, place in triples]
+    dense = [
+        (a, b)
+        for a, b, place in triples
+        if place is None and a is not None and b is not None and not a.is_sparse
+    ]
+    if dense:
+        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+    return sums
+
+
+def _plus_one(
+    a: Tensor | None, b: Tensor | None, place: Tensor | None
+) -> Tensor | None:
+    """Return the sum of two gradients, or where `plus` will write it."""
+    if place is not None:
+        return _sum_in(place, a, b)
+    if a is not None and b is not None:
+        return add_sparse(a, b) if a.is_sparse else a
+    one = b if a is None else a
+    if one is not None and not one.is_sparse:
+        _add_zeros(one)
+    return one
 
 
 def _sum_in(place: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | None:

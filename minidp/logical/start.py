@@ -82,7 +82,9 @@ class Start:
             if before is not None and param.grad is None:
                 param.grad = before.clone()
             elif before is not None and param.grad is not None:
-                param.grad.detach().copy_(before)
+                # A sparse tensor that is detached does not share how many rows it has.
+                is_sparse = before.is_sparse
+                (param.grad if is_sparse else param.grad.detach()).copy_(before)
         self._restore_buffers(self._first)
         for owner, key, name in self._places():
             if name not in self._known:  # a forward has registered it

@@ -114,8 +114,9 @@ def _is_compressible(found: Analysis) -> bool:
     first = found.run.ranks[0]
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
     largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
-    # If there is a comm hook, it may compress already.
-    return is_wide and not first.where.comm_hook and largest > LATENCY_BYTES
+    # If there is a comm hook, it may compress already. Logical ranks allow none.
+    is_free = not first.where.comm_hook and first.where.logical_ranks is None
+    return is_wide and is_free and largest > LATENCY_BYTES
 
 
 def _accumulation(found: Analysis) -> Change:
@@ -152,11 +153,19 @@ def straggler(found: Analysis) -> Change:
     if skew.often_s[rank] <= max(skew.error_s, 0.5 * late_s):
         return Change(0.0, "")
     place, growth_s = skew.grows_at(rank)
+    counts = {each.rank: len(each.turns) for each in found.overlaps}
     if place == FORWARD:
         why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
+    elif place == BACKWARD and counts[rank] > min(counts.values()):
+        why = (
+            f"does {counts[rank]} logical ranks, and another rank "
+            f"{min(counts.values())}, which takes {_ms(growth_s)}: let the number of "
+            "ranks divide that of logical ranks"
+        )
     elif place == BACKWARD:
         is_local = one.local_forward_s or one.local_backward_s
         work = "local forwards and backwards" if is_local else "forward"
+        work = "logical ranks" if counts[rank] else work
         why = f"takes {_ms(growth_s)} longer for its {work}: balance the load"
     else:
         members = [b.members for b in one.buckets if b.number == place]

@@ -26,6 +26,7 @@ import numpy as np
 from .skew import Run
 from .timeline import BucketTimes, Span, Step, Timeline
 
+TURNS = "logical ranks"  # the row of their turns
 Spread = tuple[float, float]  # p10 and p90 over steps
 
 
@@ -60,9 +61,10 @@ class StepOverlap:
     optimizer steps, and late time in hidden and exposed.
     """
 
-    seconds: float  # from the first forward to the first forward of the next step
+    seconds: float  # from its begin to that of the next step
     local_forward_s: float  # of forwards under no_sync()
     local_backward_s: float  # of backwards without averaging
+    between_s: float  # of the loop over logical ranks, but in the turn of none
     forward_s: float
     backward_s: float
     hidden_s: float
@@ -99,9 +101,12 @@ def overlap_of(
     exposed = sum(bucket.exposed_s for bucket in buckets)
     inside = covered(step.optimizers, end, finished) / 1e9
     local = step.local_backwards
+    loop, loop_end = step.begin_ns, max((t.end_ns for t in step.turns), default=0)
+    outside = pieces(step.turns, loop, max(loop, loop_end))
     parts = {
         "local_forward_s": sum(span.seconds for span in step.local_forwards),
         "local_backward_s": covered(local, step.begin_ns, step.end_ns) / 1e9,
+        "between_s": sum(b - a for a, b, in_turn in outside if not in_turn) / 1e9,
         "forward_s": sum(span.seconds for span in step.forwards),
         "backward_s": step.backward.seconds,
         "exposed_s": exposed,
@@ -171,7 +176,7 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
 class Slice(NamedTuple):
     """A named interval on a row of a trace or of the page."""
 
-    row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
+    row: str | int  # "forward", "backward", "optimizer", TURNS, or a bucket's number
     name: str
     begin_ns: int
     end_ns: int
@@ -183,6 +188,9 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
     The wire is cut into hidden and exposed parts. Stages without length are left out.
     """
     step = found.step
+    for turn in step.turns:
+        name = f"logical rank {turn.number}"
+        yield Slice(TURNS, name, turn.begin_ns, turn.end_ns)
     for row, name, spans in (
         ("forward", "local forward", step.local_forwards),
         ("backward", "local backward", step.local_backwards),
@@ -210,6 +218,47 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
                 yield Slice(bucket.number, name, begin, end)
 
 
+# ------------------------------------------------------------------- logical ranks
+
+
+class TurnTimes(NamedTuple):
+    """The turn of one logical rank in a step, in seconds; or medians over steps."""
+
+    number: int  # of the logical rank
+    seconds: float  # without waiting for averages, and copying them out
+    share: float  # of the step that these seconds are
+    forward_s: float  # of all its forwards
+    backward_s: float  # of all its backwards
+
+
+def turns_of(one: StepOverlap) -> Iterator[TurnTimes]:
+    """Yield the times of the turns that one rank had in a step."""
+    step = one.step
+    forwards = (*step.forwards, *step.local_forwards)
+    backwards = (step.backward, *step.local_backwards)
+    reduces = (Span(step.backward.end_ns, step.finalize_end_ns),)
+    for turn in step.turns:
+        within = turn.begin_ns, turn.end_ns
+        seconds = turn.seconds - covered(reduces, *within) / 1e9
+        share = seconds / one.seconds if one.seconds else 0.0
+        both = [covered(spans, *within) / 1e9 for spans in (forwards, backwards)]
+        yield TurnTimes(turn.number, seconds, share, *both)
+
+
+def usual_turns(steps: Sequence[StepOverlap]) -> tuple[TurnTimes, ...]:
+    """Return the medians over the steps of a rank, by logical rank."""
+    found: dict[int, list[TurnTimes]] = {}
+    for one in steps:
+        for turn in turns_of(one):
+            found.setdefault(turn.number, []).append(turn)
+    return tuple(
+        TurnTimes(
+            number, *(median(column) for column in [*zip(*rows, strict=True)][1:])
+        )
+        for number, rows in sorted(found.items())
+    )
+
+
 # -------------------------------------------------------------------- the typical step
 
 
@@ -227,6 +276,7 @@ class Overlap:
     spread_s: Spread  # of the steps' lengths
     exposed_spread_s: Spread
     usually_exposed_s: float  # the median over steps
+    turns: tuple[TurnTimes, ...]  # of its logical ranks, if any: medians over steps
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
@@ -248,6 +298,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
             spread_s=spread(lengths[n]),
             exposed_spread_s=spread(exposed[n]),
             usually_exposed_s=median(exposed[n]),
+            turns=usual_turns(steps),
         )
         for n, (timeline, steps) in enumerate(zip(run.ranks, found, strict=True))
     )

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .analysis import Slice, StepOverlap, overlap_of, slices
+from .analysis import TURNS, Slice, StepOverlap, overlap_of, slices
 from .skew import aligned
 from .timeline import Timeline
 
@@ -20,8 +20,8 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
     """Return all recorded steps of all ranks as Chrome trace events, as JSON text.
 
     In the trace a rank is a process, with tracks for the forward, the backward, the
-    optimizer and each bucket. Times are microseconds from the first forward of any
-    rank.
+    optimizer, each bucket, and the turns of its logical ranks, if it has any. Times are
+    microseconds from the first forward of any rank.
 
     Raises:
         ValueError: The recordings are not of different ranks of one run.
@@ -40,15 +40,20 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the events that name and order the process and the tracks of one rank."""
     rank = timeline.where.rank
-    num_buckets = max(map(len, timeline.layouts), default=0)
-    tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]
+    tracks = [*_TRACKS, *(f"bucket {n}" for n in range(_num_buckets(timeline)))]
     found = [("process", 1, f"rank {rank}", rank)]
     # Some versions of Perfetto do not show processes and tracks of number 0.
+    if timeline.where.logical_ranks is not None:
+        tracks.append(TURNS)
     found += [("thread", tid, name, tid) for tid, name in enumerate(tracks, 1)]
     for kind, tid, name, order in found:
         common = {"ph": "M", "pid": rank + 1, "tid": tid}
         yield {**common, "name": f"{kind}_name", "args": {"name": name}}
         yield {**common, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
+
+
+def _num_buckets(timeline: Timeline) -> int:
+    return max(map(len, timeline.layouts), default=0)
 
 
 def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
@@ -58,6 +63,8 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         (bucket,) = (found for found in one.buckets if found.number == each.row)
         args["bytes"] = bucket.nbytes
         args["parameters"] = [one.timeline.params[i].name for i in bucket.members]
+    elif each.row == TURNS:
+        tid = 1 + len(_TRACKS) + _num_buckets(one.timeline)
     else:
         tid = 1 + _TRACKS.index(each.row)
     return {

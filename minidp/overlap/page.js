@@ -14,6 +14,11 @@ const LABELS = {
   "wire, hidden": "on the wire, hidden",
   "wire, exposed": "on the wire, exposed",
 };
+if (data.turns) Object.assign(LABELS, { // each turn but the last one is local
+  "local forward": "forward, not of the last turn",
+  "local backward": "backward, not of the last turn: nothing is sent",
+  "turn": "turn of a logical rank",
+});
 const SENDS = ["late (slower ranks)", "wire, hidden", "wire, exposed"];
 const THIN = ["filling", "waited", "done, not copied out"];
 const ROW = 20, GAP = 12, AXIS = 34, PAD = 8; // px
@@ -111,6 +116,7 @@ function recorded(step, rank) {
   const isTypical = step === data.typical;
   return {
     phases: unpack(one.phases), backward: one.backward,
+    turns: one.turns.map(([number, begin, end]) => ({ kind: "turn", number, begin, end })),
     totals: totalsOf(step, rank),
     buckets: one.buckets.map((each) => bucketOf(each, one.backward[0], rank, isTypical)),
   };
@@ -220,7 +226,8 @@ function tipOf(slice, rank, bucket) {
 }
 
 function barsOf(one, rank) {
-  const computes = one.phases.map((s) => ({ ...s, text: labelOf(s.kind), tip: tipOf(s, rank) }));
+  const names = data.turns ? { "local forward": "forward", "local backward": "backward" } : {};
+  const computes = one.phases.map((s) => ({ ...s, text: names[s.kind] || labelOf(s.kind), tip: tipOf(s, rank) }));
   const rows = one.buckets.map((bucket) => ({
     label: `bucket ${bucket.number}`,
     bars: bucket.slices.map((s) => ({
@@ -232,9 +239,24 @@ function barsOf(one, rank) {
   return { computes, rows, sent };
 }
 
+// The first rows of a rank: all that it computes, or a row for each logical rank below its turns.
+function rowsOf({ computes }, { turns }, rank) {
+  const isIn = (bar, turn) => turn.begin <= bar.begin && bar.end <= turn.end;
+  const rest = computes.filter((bar) => !turns.some((turn) => isIn(bar, turn)));
+  const band = turns.map((turn) => ({
+    ...turn, text: `logical ${turn.number}`, tip: tipOf(turn, rank).replace("\n", `, logical rank ${turn.number}\n`),
+  }));
+  const own = turns.map((turn) => ({
+    label: `logical ${turn.number}`,
+    bars: computes.filter((bar) => isIn(bar, turn))
+      .map((bar) => ({ ...bar, tip: bar.tip.replace("\n", `, logical rank ${turn.number}\n`) })),
+  }));
+  return [{ bars: [...band, ...rest] }, ...own];
+}
+
 function whole() {
   const ranks = data.steps[state.step].ranks.map((_, rank) => recorded(state.step, rank));
-  const phases = ranks.flatMap((one) => one.phases), begin = Math.min(...phases.map((s) => s.begin));
+  const phases = ranks.flatMap((one) => [...one.phases, ...one.turns]), begin = Math.min(...phases.map((s) => s.begin));
   const end = Math.max(...ranks.map((one) => begin + one.totals.seconds * 1e9), ...phases.map((s) => s.end));
   return { ranks, limits: [begin, end] };
 }
@@ -242,10 +264,10 @@ function whole() {
 function drawTimeline() {
   const { ranks, limits } = whole();
   const lanes = ranks.map((one, rank) => {
-    const { computes, rows, sent } = barsOf(one, rank), isOpen = rank === state.rank;
+    const bars = barsOf(one, rank), isOpen = rank === state.rank;
     const label = `rank ${data.ranks[rank]}`;
     const onpick = () => show({ rank });
-    return { label, onpick, isOpen, ends: [one.backward[1]], rows: [{ bars: computes }, ...(isOpen ? rows : [sent])] };
+    return { label, onpick, isOpen, ends: [one.backward[1]], rows: [...rowsOf(bars, one, rank), ...(isOpen ? bars.rows : [bars.sent])] };
   });
   draw($("timeline"), lanes, state.view || limits, `step ${data.steps[state.step].number}`);
   highlight();
@@ -441,7 +463,7 @@ function walkBuckets(event) {
 function drawSplit() {
   const { totals } = recorded(state.step, state.rank), isTypical = state.step === data.typical;
   const parts = data.phases.map((name, n) => [name, totals[data.totals[n + 3]]]);
-  const rows = parts.filter(([name, s]) => s || !name.startsWith("local"))
+  const rows = parts.filter(([name, s]) => s || !data.rare.some((word) => name.startsWith(word)))
     .map(([name, s]) => [name, `${ms(s)} ms`, percent(totals.seconds ? s / totals.seconds : 0)]);
   table($("split"), [["", "time", "share"], ...rows]);
   const spread = isTypical ? ` (${data.spread[state.rank]} of ${count(data.num_steps, "step")})` : "";
@@ -460,6 +482,12 @@ function drawTiles() {
     ["communication is exposed", `${ms(totals.exposed_s)} ms`],
     ["of the step is exposed communication", percent(totals.seconds ? totals.exposed_s / totals.seconds : 0)]);
   $("tiles").append(...tiles.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+}
+
+function drawTurns() {
+  const [sentence, rows] = data.turns;
+  table($("turns"), rows);
+  $("slowest").textContent = sentence;
 }
 
 function drawSkew() {
@@ -528,7 +556,7 @@ function makeSliders() {
     makeSliders.all.push(slider);
     $("sliders").append(make("div", {}, make("label", { for: input.id }, make("span", {}, slider.name), output), input));
   }
-  makeCheck("half", "Send half the bytes (fp16_compress_hook)");
+  if (model.allows_hook) makeCheck("half", "Send half the bytes (fp16_compress_hook)");
   if (model.balance_s > 0) makeCheck("balanced", "Balance the load: no rank is late at the last bucket");
 }
 makeSliders.all = [];
@@ -678,7 +706,7 @@ function drawRecorded() {
 
 function drawLegend() {
   const ranks = data.ranks.map((_, rank) => recorded(data.typical, rank));
-  const slices = ranks.flatMap((one) => [...one.phases, ...one.buckets.flatMap((b) => b.slices)]);
+  const slices = ranks.flatMap((one) => [...one.phases, ...one.turns, ...one.buckets.flatMap((b) => b.slices)]);
   const used = new Set(slices.map((slice) => slice.kind));
   for (const kind of data.kinds.filter((each) => used.has(each))) {
     const svg = make("svg", { viewBox: "0 0 26 14", "aria-hidden": "true" });
@@ -712,9 +740,11 @@ function start() {
   $("network").append(...data.network.map((line) => make("p", {}, line)));
   $("what-if").hidden = !model;
   $("of-skew").hidden = !data.skew;
+  $("of-turns").hidden = !data.turns;
   drawLegend();
   drawTiles();
   if (data.skew) drawSkew();
+  if (data.turns) drawTurns();
   if (model) { aboutModel(); makeSliders(); makePresets(); }
   listenToTimeline();
   listenToTips();

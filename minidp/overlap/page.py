@@ -18,7 +18,17 @@ from .advice import layers_of, straggler
 from .analysis import Slice, StepOverlap, overlap_of, slices
 from .forecast import CAPS_MB, Analysis, Forecast, analyse
 from .skew import Run, aligned
-from .text import PHASES, headline, network_lines, report, skew_rows, spread_text
+from .text import (
+    PHASES,
+    RARE,
+    headline,
+    network_lines,
+    report,
+    skew_rows,
+    slowest_turn,
+    spread_text,
+    turn_rows,
+)
 from .timeline import Step, Timeline
 
 ROOM = 900_000  # how many characters of data fit into a page of less than 1 MB
@@ -26,7 +36,7 @@ GAP = -1  # stands in the place of a kind where nothing is drawn
 KINDS = (
     *("local forward", "local backward", "forward", "backward", "optimizer step"),
     *("filling", "waited", "late (slower ranks)", "wire, hidden", "wire, exposed"),
-    "done, not copied out",
+    *("done, not copied out", "turn"),
 )
 TOTALS = ("seconds", "hidden_s", "late_s", *PHASES.values())
 
@@ -44,7 +54,7 @@ def html_page(timelines: Sequence[Timeline]) -> str:
     found = analyse(run)
     text = report(timelines)
     answers = _sentences(found) if found else f"<p>{html.escape(text)}</p>"
-    data = {"kinds": KINDS, "totals": TOTALS, "phases": list(PHASES)}
+    data = {"kinds": KINDS, "totals": TOTALS, "phases": list(PHASES), "rare": RARE}
     data |= _data(found) if found else {"steps": []}
     parts = {
         "/*forecast.js*/": _file("forecast.js"),
@@ -87,6 +97,7 @@ def _data(found: Analysis) -> dict[str, Any]:
     numbers = [steps[0].number for steps in run.common]
     typical = numbers.index(shown.typical.step.number)
     places = [timeline.where.rank for timeline in run.ranks]
+    turns = turn_rows(found)
     data = {
         "ranks": places,
         "shown": places.index(shown.rank),
@@ -102,6 +113,7 @@ def _data(found: Analysis) -> dict[str, Any]:
         "spread": [spread_text(overlap.spread_s) for overlap in found.overlaps],
         "network": network_lines(found) if found.forecast else [],
         "skew": skew_rows(found.skew, found) if found.skew else None,
+        "turns": [slowest_turn(found), turns] if turns else None,
         "latest": straggler(found).advice or "No rank is late in three of four steps.",
         "model": _model(found.forecast, found) if found.forecast else None,
     }
@@ -148,6 +160,10 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
         "totals": [getattr(one, name) for name in TOTALS],
         "backward": [step.backward.begin_ns - origin, step.backward.end_ns - origin],
         "phases": _packed(phases, origin),
+        "turns": [
+            [turn.number, turn.begin_ns - origin, turn.end_ns - origin]
+            for turn in step.turns
+        ],
         "buckets": buckets,
     }
 
@@ -174,5 +190,6 @@ def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
         "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,
         "ranks": found.run.ranks[0].where.world_size,
+        "allows_hook": found.run.ranks[0].where.logical_ranks is None,
         "shares_memory": found.run.ranks[0].where.no_shared_memory == "",
     }

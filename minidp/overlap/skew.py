@@ -221,7 +221,7 @@ def skew_of(run: Run) -> Skew | None:
 
 def _arrivals(step: Step) -> dict[Place, int]:
     """Return when a rank began forward and backward, and launched each bucket."""
-    begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
+    begins = {FORWARD: step.first_forward_ns, BACKWARD: step.backward.begin_ns}
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 
 

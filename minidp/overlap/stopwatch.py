@@ -29,7 +29,7 @@ from minidp.core import BucketQueue, GradHook, GradHooks, Observer, untraced
 from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
-from .timeline import BucketTimes, Span, Step
+from .timeline import BucketTimes, Span, Step, Turn
 
 Mark = Any  # one read of a clock: nanoseconds, or an event of a device
 # The events that begin and end a span, and the field of `Step` that holds such spans.
@@ -43,6 +43,7 @@ _ENDS = {
     StepEvent.LOCAL_BACKWARD_END: "local_backwards",
     StepEvent.OPTIMIZER_END: "optimizers",
 }
+_OF_LOOPS = {StepEvent.LOOP_BEGIN, StepEvent.TURN_BEGIN, StepEvent.TURN_END}
 
 
 class Clock:
@@ -158,8 +159,20 @@ class StepMarks:
     # Three in this order: of the backward, of finalize, and of its end.
     phases: dict[StepEvent, Mark] = field(default_factory=dict)
     moments: dict[int, dict[Moment, Mark]] = field(default_factory=dict)  # by bucket
+    loop: Mark | None = None  # when the loop over logical ranks began, if there is one
+    # The number, begin and end of each turn in it. An end is None until it happens.
+    turns: list[list[Any]] = field(default_factory=list)
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
     layout: Layout | None = None  # set when all buckets are reduced and copied out
+
+    def note_loop(self, event: StepEvent, leaf: int | None, now: Mark) -> None:
+        """Store when the loop over logical ranks began, or one of its turns."""
+        if event is StepEvent.LOOP_BEGIN:
+            self.loop = now
+        elif event is StepEvent.TURN_BEGIN:
+            self.turns.append([leaf, now, None])
+        elif self.turns:  # else recording began in this turn
+            self.turns[-1][-1] = now
 
 
 class Stopwatch(Observer):
@@ -197,6 +210,8 @@ class Stopwatch(Observer):
         self._marks: StepMarks | None = None  # those of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
+        # Otherwise a step begins with a forward.
+        self._begins_with_loop = queue.averaging.leaves is not None
 
     def start(self) -> None:
         """Observe the queue, and record from the next forward on. Call this once."""
@@ -222,22 +237,22 @@ class Stopwatch(Observer):
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
 
-    def on_step_event(self, phase: StepEvent) -> None:
+    def on_step_event(self, phase: StepEvent, leaf: int | None = None) -> None:
         """Store when a phase began or ended.
 
         A step begins with a forward. It ends with the first forward after its
         synchronised backward has begun, so a second forward before that belongs to it.
-        A second synchronised backward without a forward of its own is ignored.
+        A second synchronised backward without a forward of its own is ignored. With
+        logical ranks a step begins with their loop, and ends with the next one.
         """
-        now, marks = self._clock.read(), self._marks
-        if phase is StepEvent.FORWARD_BEGIN and (
-            # A backward that was begun and not finished has failed.
-            marks is None or StepEvent.BACKWARD_BEGIN in marks.phases
-        ):
-            self._close(now)
-            marks = self._open(now)
+        now = self._clock.read()
+        if self._begins_step(phase):
+            self.begin_step(now)
+        marks = self._marks
         if marks is None:
             pass  # recording began in the middle of a step
+        elif phase in _OF_LOOPS:
+            marks.note_loop(phase, leaf, now)
         elif phase in _BEGINS:
             marks.spans[_BEGINS[phase]].append([now, None])
         elif phase in _ENDS:  # spans may be nested: this ends the one that began last
@@ -249,6 +264,23 @@ class Stopwatch(Observer):
             marks.spans["local_forwards"].append([begin, now])
         elif marks.layout is None:  # else it is a backward without a forward of its own
             self._enter_backward(phase, now, marks)
+
+    def _begins_step(self, phase: StepEvent) -> bool:
+        if self._begins_with_loop or phase is not StepEvent.FORWARD_BEGIN:
+            return phase is StepEvent.LOOP_BEGIN
+        # A backward that was begun and not finished has failed.
+        return self._marks is None or StepEvent.BACKWARD_BEGIN in self._marks.phases
+
+    def begin_step(self, now: Mark | None = None) -> None:
+        """End the step that runs, if any, and begin one, at a mark or at this moment.
+
+        Events do this by themselves. A call is for who starts a stopwatch in a step.
+        """
+        now = self._clock.read() if now is None else now
+        self._close(now)
+        self._marks = StepMarks(self._queue.ledger.finalized, now)
+        self._timing.switch(on=self._num_begun in self._timed_steps)
+        self._num_begun += 1
 
     def _enter_backward(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
         """Store an event of the synchronised backward.
@@ -265,12 +297,6 @@ class Stopwatch(Observer):
         if phase is StepEvent.FINALIZE_END:
             marks.layout = self._queue.layout
             marks.stamps = self._timing.take() if self._timing.is_on else ()
-
-    def _open(self, now: Mark) -> StepMarks:
-        self._marks = StepMarks(self._queue.ledger.finalized, now)
-        self._timing.switch(on=self._num_begun in self._timed_steps)
-        self._num_begun += 1
-        return self._marks
 
     def _close(self, now: Mark | None) -> None:
         if self._marks is not None and self._marks.layout is not None:
@@ -318,6 +344,8 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
         return None
     begin, end, finalized = map(ns, marks.phases.values())
     last = max([finalized, *(each.end_ns for all_ in spans.values() for each in all_)])
+    turns = [Turn(ns(a), ns(b), n) for n, a, b in marks.turns if b is not None]
+    last = max([last, *(turn.end_ns for turn in turns)])
     stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
     moments = {
         number: {moment: ns(mark) for moment, mark in marked.items()}
@@ -336,6 +364,8 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
         ),
         # A hook may have run in another backward than this one.
         ready_ns=tuple(t if t and begin <= t <= end else None for t in stamps),
+        loop_begin_ns=None if marks.loop is None else ns(marks.loop),
+        turns=tuple(turns),
         **spans,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from minidp.config import MIB
 
@@ -16,9 +17,13 @@ MAX_ROWS = 40  # how many buckets a table shows
 MAX_COLUMNS = 8  # how many ranks a table shows
 SHOWN = 0.05e-3  # so many seconds are not printed as 0.0 ms
 FEW = 10  # with fewer steps, the report asks for a longer recording
-PHASES = {  # the rows of one step, and the attributes of `StepOverlap`
+# The rows of one step, and the attributes of `StepOverlap`. Those whose names begin
+# with one of `RARE` are left out where they are zero.
+RARE = ("local", "between")
+PHASES = {
     "local forwards": "local_forward_s",
     "local backwards": "local_backward_s",
+    "between turns": "between_s",
     "forward": "forward_s",
     "backward": "backward_s",
     "exposed communication": "exposed_s",
@@ -44,6 +49,8 @@ def report(timelines: Sequence[Timeline]) -> str:
         return _nothing(run)
     where, *answers = headline(found)
     parts = [where, "\n".join(answers), _split(found)]
+    if rows := turn_rows(found):
+        parts.append("\n".join([slowest_turn(found), *_table(rows)]))
     if found.shown.typical.buckets:
         parts.append(_buckets(found))
     if found.forecast is not None:
@@ -173,20 +180,25 @@ def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> st
 def _split(found: Analysis) -> str:
     one = found.shown.typical
     late = f"of hidden and exposed, {ms(one.late_s)} ms are waiting for slower ranks"
-    local = f"{len(one.step.local_forwards)} under no_sync()"
-    forward = "with its collectives, if any (module buffers, SyncBatchNorm)"
     notes = {
-        "local forwards": local,
+        "local forwards": f"{len(one.step.local_forwards)} under no_sync()",
         "local backwards": "nothing is averaged in them",
-        "forward": forward,
+        "forward": "with its collectives, if any (module buffers, SyncBatchNorm)",
         "backward": f"hides {ms(one.hidden_s)} ms of communication",
         "exposed communication": late * bool(one.late_s),
         "everything else": "data, loss, zero_grad and the like",
     }
+    if one.step.turns:
+        notes |= {
+            "local forwards": "of all logical ranks but this rank's last one",
+            "local backwards": "of the same; nothing is sent in them",
+            "between turns": "module buffers, and sums of this rank's gradients",
+            "forward": "of this rank's last logical rank",
+        }
     lines = [f"One step: {ms(one.seconds)} ms ({spread_text(found.shown.spread_s)})"]
     for name, attribute in PHASES.items():
         seconds, note = getattr(one, attribute), notes.get(name, "")
-        if seconds or not name.startswith("local"):
+        if seconds or not name.startswith(RARE):
             share = seconds / one.seconds if one.seconds else 0.0
             line = f"  {name:<21} {ms(seconds):>8} ms {share:>4.0%}   {note}"
             lines.append(line.rstrip())
@@ -215,6 +227,39 @@ def _buckets(found: Analysis) -> str:
     if len(found.run.ranks) == 1:  # lateness is unknown
         rows = [[*row[:6], *row[7:]] for row in rows]
     return "\n".join([*_table(rows), *_legend(found)])
+
+
+def slowest_turn(found: Analysis) -> str:
+    """Return a sentence about the logical rank that takes longest, by its median."""
+    turns = [(turn, one.rank) for one in found.overlaps for turn in one.turns]
+    slowest, rank = max(turns, key=lambda pair: pair[0].seconds)
+    usual = median(turn.seconds for turn, _ in turns)
+    times = f", {slowest.seconds / usual:.2f} times the median" if usual else ""
+    some = "" if len(turns) == (of := _number(found)) else f" Here are {len(turns)}."
+    return (
+        f"{of} logical ranks, of which {slowest.number}, on rank {rank}, takes "
+        f"longest: {ms(slowest.seconds)} ms{times}.{some}"
+    )
+
+
+def _number(found: Analysis) -> int:
+    return found.run.ranks[0].where.logical_ranks or 0
+
+
+def turn_rows(found: Analysis) -> list[list[str]]:
+    """Return the usual times of logical ranks as a table, [] if there are none.
+
+    Of many, it has those that take longest.
+    """
+    turns = [(turn, one.rank) for one in found.overlaps for turn in one.turns]
+    longest = sorted(turns, key=lambda pair: -pair[0].seconds)[:MAX_ROWS]
+    rows = [["logical", "rank", "ms", "of step", "forward", "backward", "else"]]
+    for turn, rank in sorted(longest):
+        both = turn.forward_s, turn.backward_s
+        others = max(0.0, turn.seconds - sum(both))
+        cells = [ms(turn.seconds), f"{turn.share:.0%}", *map(ms, (*both, others))]
+        rows.append([str(turn.number), str(rank), *cells])
+    return rows if turns else []
 
 
 def _sizes(buckets: Sequence[BucketOverlap]) -> list[str]:
@@ -263,12 +308,17 @@ def network_lines(found: Analysis) -> list[str]:
     times = "" if on_bus == 1 else f"{_digits(on_bus)} times "
     if forecast.is_one_size:
         takes, unknown = "", "; all have one size, so this includes the latency"
-    hook = "; computed from the gradients' bytes: the comm hook may send others"
+    other = ""  # why other bytes than those of the gradients may travel
+    if where.comm_hook:
+        other = "the comm hook may send others"
+    elif where.logical_ranks is not None:
+        other = "a rank sends more if it has several sums of logical ranks"
+    note = f"; computed from the gradients' bytes: {other}" if other else ""
     return [
         f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)}, bytes over "
         f"the time on the wire; predictions give a bucket {takes}{times}its bytes at "
         f"{_bandwidth(fitted.bytes_per_s * on_bus)}"
-        f"{unknown}{hook * bool(where.comm_hook)}",
+        f"{unknown}{note}",
         f"No bucket layout is predicted below {ms(forecast.bound_s)} ms per step, "
         "where each byte is sent as soon as it is computed and no rank is late; this "
         f"one takes {forecast.step_s / forecast.bound_s:.2f} times as long",

@@ -8,7 +8,15 @@ These are the times of one step, in their order on a rank's clock::
                       buckets           is computed
 
 Local forwards and backwards, which average nothing (``no_sync()``), lie before the
-backward or after it. Times are nanoseconds on the monotonic clock of the rank's host.
+backward or after it. With logical ranks a step is a loop of several turns, and what all
+turns but the last one run is local, too::
+
+    loop_begin_ns
+    |    turns
+    |    |---------------------|    |----------------------------------|
+          local forward, backward    forward, backward, finalize_end_ns
+
+Times are nanoseconds on the monotonic clock of the rank's host.
 Ranks of one host share a clock. Where hosts differ, `Timeline.clock` holds the offset
 to rank 0's clock.
 """
@@ -22,7 +30,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 KIND = "minidp timeline"
-VERSION = 4
+VERSION = 5
+_READABLE = (4, VERSION)  # 4 knows no logical ranks
 AUTO, AUTO_TRIES = "auto", "auto, still trying"  # values of `Where.layout_by`
 _NUMBERS = {"number", "layout"}  # the integers of a step that are no times
 
@@ -38,6 +47,13 @@ class Span:
     def seconds(self) -> float:
         """The length in seconds."""
         return (self.end_ns - self.begin_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class Turn(Span):
+    """The turn of one logical rank: what the body of the loop did for it."""
+
+    number: int  # of the logical rank
 
 
 @dataclass(frozen=True)
@@ -66,11 +82,19 @@ class Step:
     ready_ns: tuple[int | None, ...] = ()  # by parameter index; () if not timed
     local_forwards: tuple[Span, ...] = ()  # under ``no_sync()``
     local_backwards: tuple[Span, ...] = ()  # without averaging; may be nested
+    loop_begin_ns: int | None = None  # of the loop over logical ranks, if there is one
+    turns: tuple[Turn, ...] = ()  # those of this rank's logical ranks
+
+    @property
+    def first_forward_ns(self) -> int:
+        """When the first forward begins, local ones included."""
+        return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     @property
     def begin_ns(self) -> int:
-        """When the first forward begins, local ones included."""
-        return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
+        """When the step begins: with its first forward, or its loop."""
+        begin = self.loop_begin_ns
+        return self.first_forward_ns if begin is None else begin
 
     @property
     def reduced_s(self) -> float:
@@ -118,6 +142,7 @@ class Where:
     layout_by: str = ""  # `AUTO`, `AUTO_TRIES`, or "" if bucket caps made it
     # Why the buckets were not in shared memory; "" if they were, None with one rank.
     no_shared_memory: str | None = None
+    logical_ranks: int | None = None  # how many there are on all ranks; None without
 
 
 @dataclass(frozen=True)
@@ -184,7 +209,7 @@ def _problem(value: Any) -> str:
     """Return why parsed JSON is no recording of this version, or "" if it is one."""
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
-    if value.get("version") != VERSION:
+    if value.get("version") not in _READABLE:
         found = value.get("version")
         return f"must be of version {VERSION}, but is of version {found!r}"
     return "" if value["ranks"] else "is damaged: it holds no rank"

@@ -27,6 +27,9 @@ logger = logging.getLogger("minidp")
 
 # Which phase has just ended when an event comes.
 _ENDS = {
+    StepEvent.LOOP_BEGIN: DATA,
+    StepEvent.TURN_BEGIN: BACKWARD,  # the sums of this rank's gradients belong to it
+    StepEvent.TURN_END: DATA,
     StepEvent.FORWARD_BEGIN: DATA,
     StepEvent.MODULE_BEGIN: WAITING,  # for module buffers from rank 0, or a rebuild
     StepEvent.FORWARD_END: FORWARD,
@@ -136,13 +139,15 @@ class SpeedWatch(Observer):
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
-    def on_step_event(self, event: StepEvent) -> None:
+    def on_step_event(self, event: StepEvent, leaf: int | None = None) -> None:
         """Add the time since the last event to the phase that this event ends.
 
-        The first forward after a synchronised backward begins a new step.
+        The first forward, or loop over logical ranks, after a synchronised backward
+        begins a new step.
         """
         now = time.perf_counter()
-        if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
+        begins = event is StepEvent.FORWARD_BEGIN or event is StepEvent.LOOP_BEGIN
+        if begins and self._has_reduced:
             self._close()
         elif event is StepEvent.BACKWARD_BEGIN:
             self._backward_began = now

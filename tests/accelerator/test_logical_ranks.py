@@ -96,6 +96,13 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
 
 
 @on_ranks(2)
+def test_sparse_gradients_are_refused(ctx):
+    module = nn.Embedding(4, 2, sparse=True).to(ctx.device)
+    with pytest.raises(ValueError, match="a sparse gradient on an accelerator"):
+        DataParallel(module, process_group=ctx.group, logical_ranks=4)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("each", [1, 2, 4, 8])
 def test_memory_grows_with_the_logarithm(ctx, each):
     """Beyond plain accumulation: log2 of the logical ranks of a rank, in gradients."""

@@ -124,22 +124,44 @@ def test_buckets_change_no_bits(pool):
 
 
 def by_attached(ctx, number):
+    """Resumes, with a handle of its own, after half of the steps."""
     module = net()
-    attached = minidp.attach(module, process_group=ctx.group, logical_ranks=number)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with attached:
-        for step in range(STEPS):
-            for leaf in attached.each_logical_rank():
-                module(batch(step, leaf)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    torch.manual_seed(3)
+    state = number
+    for half in range(2):
+        attached = minidp.attach(module, process_group=ctx.group, logical_ranks=state)
+        with attached:
+            for step in range(STEPS // 2):
+                seen = []
+                for leaf in attached.each_logical_rank():
+                    seen.append(leaf)
+                    x = batch(STEPS // 2 * half + step, leaf)
+                    module(x).square().mean().backward()
+                assert seen == list(attached.logical_block)
+                optimizer.step()
+                optimizer.zero_grad()
+            state = attached.logical_state
     return [param.detach().clone() for param in module.parameters()]
 
 
+def by_wrapped(ctx, number):
+    module = net()
+    model = trainings.wrapped(ctx, module, number)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for leaf in model.each_logical_rank():
+            model(batch(step, leaf)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trainings.result(model, optimizer)
+
+
 def test_a_model_without_a_wrapper(pool):
-    expected = pool.run(by_attached, 1, 6)
+    (expected,) = pool.run(by_attached, 1, 6)
+    assert same([expected], pool.run(run, 1, by_wrapped, 6))
     for size in (2, 3):
-        assert same(expected * size, pool.run(by_attached, size, 6))
+        assert same([expected] * size, pool.run(by_attached, size, 6))
 
 
 def by_ddp(ctx, wrap, options):

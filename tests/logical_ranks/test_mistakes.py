@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 import minidp
 from minidp import DataParallel, LogicalRankError, MiniDPError, ReplicaMismatchError
@@ -66,24 +67,24 @@ def test_ranks_with_other_numbers(ctx):
     assert "logical_ranks" in text
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "text"),
-    [
-        (lambda: nn.Embedding(4, 2, sparse=True), {}, "a sparse gradient"),
-        (lambda: minidp.SyncBatchNorm(3), {}, "SyncBatchNorm"),
-        (net, {"forward_sync_buffers": False}, "forward_sync_buffers=False"),
-    ],
-    ids=["sparse", "sync", "buffers"],
-)
-def test_what_does_not_go_with_it(pool, make, options, text):
-    for found in pool.run(refused, 2, make.__name__ == "net", text, options):
-        assert found
+MODULES = {
+    "SyncBatchNorm": lambda _: minidp.SyncBatchNorm(3),
+    "a DistributedDataParallel inside the module": (
+        lambda ctx: TorchsDDP(net(), process_group=ctx.group)
+    ),
+    "forward_sync_buffers=False": lambda _: net(),
+}
 
 
-def refused(ctx, is_net, text, options):
-    modules = {"a sparse gradient": nn.Embedding(4, 2, sparse=True)}
-    module = modules.get(text, net() if is_net else minidp.SyncBatchNorm(3))
-    return text in error_of(lambda: wrapped(ctx, module, 4, **options), ValueError)
+@pytest.mark.parametrize("name", MODULES)
+@on_ranks(2)
+def test_what_does_not_go_with_it(ctx, name):
+    options = {"process_group": ctx.group, "logical_ranks": 4}
+    if name.endswith("False"):
+        options["forward_sync_buffers"] = False
+    module = MODULES[name](ctx)
+    for wrap in (DataParallel, minidp.attach):
+        assert name in error_of(lambda wrap=wrap: wrap(module, **options), ValueError)
 
 
 @on_ranks(2)

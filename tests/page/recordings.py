@@ -6,12 +6,15 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from random import Random
 
-from minidp.overlap.timeline import Param
+from minidp.overlap.timeline import Param, Span, Turn
 from tests.support.timelines import step, timeline
 
 
-def recordings(seed, *, ranks=None, steps=None, buckets=None):
-    """One timeline per rank; what is not given is drawn."""
+def recordings(seed, *, ranks=None, steps=None, buckets=None, logical=False):
+    """One timeline per rank; what is not given is drawn.
+
+    With ``logical`` each rank has some logical ranks.
+    """
     random = Random(seed)
     ranks = ranks or random.randint(1, 4)
     steps = steps or random.randint(1, 6)
@@ -31,7 +34,39 @@ def recordings(seed, *, ranks=None, steps=None, buckets=None):
             for i, n in enumerate(sizes)
         )
         found.append(replace(one, params=params))
+    return by_logical_ranks(random, found) if logical else found
+
+
+def by_logical_ranks(random, timelines):
+    """Replace what comes before the backwards by turns of 1 to 3 logical ranks."""
+    found, first = [], 0
+    counts = [random.randint(1, 3) for _ in timelines]
+    for one, count in zip(timelines, counts, strict=True):
+        steps = [turning(random, step, first, count) for step in one.steps]
+        where = replace(one.where, logical_ranks=sum(counts))
+        found.append(replace(one, where=where, steps=tuple(steps)))
+        first += count
     return found
+
+
+def turning(random, step, first, count):
+    begin, end = step.begin_ns, step.backward.begin_ns
+    cuts = sorted(random.sample(range(begin, end), 4 * count))
+    turns = [Turn(*cuts[4 * n : 4 * n + 4 : 3], first + n) for n in range(count)]
+    forwards = [Span(*cuts[4 * n + 1 : 4 * n + 3]) for n in range(count)]
+    backwards = [
+        Span(forward.end_ns, turn.end_ns)
+        for forward, turn in zip(forwards, turns, strict=True)
+    ]
+    turns[-1] = replace(turns[-1], end_ns=step.finalize_end_ns)
+    return replace(
+        step,
+        loop_begin_ns=begin,
+        turns=tuple(turns),
+        forwards=(forwards[-1],),
+        local_forwards=tuple(forwards[:-1]),
+        local_backwards=tuple(backwards[:-1]),
+    )
 
 
 def split(random, count, parts):

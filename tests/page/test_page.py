@@ -47,7 +47,18 @@ def rows_of(words, head, row):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sentences_and_tables_are_those_of_the_report(opened, seed):
-    timelines = recordings(seed)
+    check_words(opened, recordings(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_logical_ranks_have_the_numbers_of_the_report(opened, seed):
+    timelines = recordings(seed, logical=True)
+    page, words = check_words(opened, timelines), report(timelines)
+    assert cells(page, "turns") == rows_of(words, "logical  rank", r" +\d+ ")
+    assert text(page, "slowest") in words.splitlines()
+
+
+def check_words(opened, timelines):
     page, words = opened(timelines), report(timelines)
     assert page.text_content("pre") == words
     answers = page.eval_on_selector_all(
@@ -71,6 +82,7 @@ def test_sentences_and_tables_are_those_of_the_report(opened, seed):
     if found.skew is not None:
         ours = [[cell for cell in row if cell] for row in cells(page, "skew")]
         assert ours == rows_of(words, "last is", r" *(\w+ begins|bucket \d+) ")
+    return page
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -217,14 +229,58 @@ def test_the_pointer_shows_layers_and_bytes_drags_and_zooms(opened):
     assert page.evaluate("state.view") is None
 
 
+def test_a_logical_rank_is_a_row_of_its_rank(opened):
+    timelines = recordings(3, ranks=2, buckets=3, steps=3, logical=True)
+    page, run = (
+        opened(timelines, viewport={"width": 1600, "height": 900}),
+        aligned(timelines),
+    )
+    page.evaluate("show({ step: 0, rank: 1 })")
+    rows = page.evaluate(
+        "data.ranks.map((_, r) => { const one = recorded(0, r); "
+        "return rowsOf(barsOf(one, r), one, r); })"
+    )
+    origin = min(one.steps[0].begin_ns for one in run.ranks)
+    labels = []
+    for (band, *own), one in zip(rows, run.ranks, strict=True):
+        step = one.steps[0]
+        names = [f"logical {turn.number}" for turn in step.turns]
+        labels += names
+        assert [row["label"] for row in own] == names
+        band = [bar for bar in band["bars"] if bar["kind"] == "turn"]
+        assert [bar["text"] for bar in band] == names
+        forwards = [*step.local_forwards, *step.forwards]
+        backwards = [*step.local_backwards, step.backward]
+        for row, *spans in zip(own, forwards, backwards, strict=True):
+            computes = [bar for bar in row["bars"] if "optimizer" not in bar["kind"]]
+            ends = [(bar["begin"] + origin, bar["end"] + origin) for bar in computes]
+            assert ends == [(span.begin_ns, span.end_ns) for span in spans]
+            assert [bar["text"] for bar in computes] == ["forward", "backward"]
+            assert all(f", {row['label'][:7]} rank" in bar["tip"] for bar in computes)
+    drawn = page.locator("#timeline text.soft").all_text_contents()
+    assert [each for each in drawn if each.startswith("logical")] == labels
+    legend = page.locator("#legend").inner_text()
+    assert "turn of a logical rank" in legend
+    assert "no_sync()" not in legend
+    assert page.get_by_label("Send half the bytes").count() == 0  # a hook is refused
+
+
+def test_without_logical_ranks_nothing_speaks_of_them(opened):
+    page = opened(recordings(3, ranks=2, buckets=3))
+    assert not page.is_visible("#of-turns")
+    assert "logical" not in page.locator("main").inner_text()
+    assert page.get_by_label("Send half the bytes").count() == 1
+
+
 # ------------------------------------------------------------------- how it looks
 
 
 @pytest.mark.parametrize(
     "options", [PHONE, {"viewport": {"width": 1200, "height": 800}}]
 )
-def test_it_fits_and_no_text_of_an_axis_covers_another(opened, options):
-    page = opened(recordings(8, **FOUR), **options)
+@pytest.mark.parametrize("logical", [False, True])
+def test_it_fits_and_no_text_of_an_axis_covers_another(opened, options, logical):
+    page = opened(recordings(8, **FOUR, logical=logical), **options)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     for name in ("timeline", "forecast", "caps"):
         boxes = page.eval_on_selector_all(

@@ -14,12 +14,20 @@ BUCKETS = [(20, 20, 25, 35), (30, 30, 40, 41)]
 LOCAL = {"local_forwards": [(1, 2)], "local_backwards": [(3, 4), (5, 6)]}
 STEPS = [step(3, BUCKETS, ready=(28, None), **LOCAL), step(4, BUCKETS, at=60)]
 GOOD = timeline(STEPS)
+TURNS = {"turns": [(4, 1, 7), (5, 8, 50)], "forward": (9, 10)}
+WITH_TURNS = timeline([step(4, BUCKETS, at=60, **TURNS)], logical_ranks=8)
 
 
 def test_a_step_begins_with_its_first_forward_local_or_not():
     spans = {"forward": (6, 8), "local_forwards": [(2, 3), (4, 5)]}
     assert step(0, BUCKETS, **spans).begin_ns == 2_000_000
     assert step(0, BUCKETS, forward=(1, 8)).begin_ns == 1_000_000
+
+
+def test_a_step_of_logical_ranks_begins_with_their_loop():
+    one = step(0, BUCKETS, at=10, turns=[(3, 2, 35)], forward=(5, 8))
+    assert one.begin_ns == 10_000_000
+    assert one.first_forward_ns == 15_000_000
 
 
 def test_first_gradient_is_the_earliest_that_was_taken():
@@ -32,18 +40,21 @@ def test_all_times_of_a_step_move():
     moved = [step(3, BUCKETS, ready=(28, None), at=5, **LOCAL)]
     moved.append(step(4, BUCKETS, at=65))
     assert GOOD.moved(5_000_000) == timeline(moved)
+    moved = [step(4, BUCKETS, at=65, **TURNS)]
+    assert WITH_TURNS.moved(5_000_000) == timeline(moved, logical_ranks=8)
 
 
 def test_what_was_written_is_read():
     other = replace(GOOD, where=replace(GOOD.where, rank=1), clock=ClockOffset(-5, 2))
-    assert from_json(to_json([GOOD, other])) == (GOOD, other)
+    every = GOOD, other, WITH_TURNS
+    assert from_json(to_json(every)) == every
 
 
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
         (("kind",), "novel", 'is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "must be of version 4, but is of version 99"),
+        (("version",), 99, "must be of version 5, but is of version 99"),
         (("ranks",), {}, "is damaged: it holds no rank"),
         (("ranks", 0), 5, "is damaged"),
         (("ranks", 0, "where", "host"), None, "is damaged: .*'host'"),
@@ -63,6 +74,16 @@ def test_bad_files_are_named(path, value, says):
     with pytest.raises(ValueError, match=f"^f.json {says}") as caught:
         from_json(json.dumps(data), "f.json")
     assert "Recording.save()" in str(caught.value)  # what to do
+
+
+def test_files_from_before_logical_ranks_are_read():
+    value = json.loads(to_json([GOOD]))
+    value["version"] = 4
+    (rank,) = value["ranks"]
+    del rank["where"]["logical_ranks"]
+    for each in rank["steps"]:
+        del each["loop_begin_ns"], each["turns"]
+    assert from_json(json.dumps(value)) == (GOOD,)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])

@@ -110,6 +110,25 @@ def test_rank_0_names_the_slow_rank_and_its_phase(ctx, phase, attached):
 
 
 @on_ranks(2)
+def test_a_rank_that_waits_for_buffers_of_logical_ranks_does_not_work(ctx):
+    """Rank 0 comes late to the loop, which begins with its module buffers."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    options = {"process_group": ctx.group, "logical_ranks": 4}
+    model = minidp.DataParallel(module, **options)
+    speed = minidp.watch_speed(model)
+    for _ in range(6):
+        time.sleep(SECONDS * (ctx.rank == 0))
+        for _ in model.each_logical_rank():
+            model(torch.randn(2, 4)).square().sum().backward()
+        model.zero_grad()
+    speed.stop()
+    numbers = speed.numbers()
+    assert numbers["step"] == 5
+    assert (numbers["data_s"] > SECONDS / 2) == (ctx.rank == 0)
+    assert (numbers["waiting_s"] > SECONDS / 2) == (ctx.rank == 1)
+
+
+@on_ranks(2)
 def test_two_watches_of_one_model_do_not_know_each_other(ctx):
     model = minidp.DataParallel(Net(), process_group=ctx.group)
     peers = model._reducer.communicator.peers

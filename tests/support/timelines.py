@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minidp.overlap.timeline import BucketTimes, Param, Span, Step, Timeline, Where
+from minidp.overlap.timeline import (
+    BucketTimes,
+    Param,
+    Span,
+    Step,
+    Timeline,
+    Turn,
+    Where,
+)
 
 MS = 1_000_000  # ns
 Times = tuple[float, float, float, float]  # full, launched, done, copied out
@@ -27,8 +35,13 @@ def step(
     forward: tuple[float, float] = (0, 8),
     local_forwards: Sequence[tuple[float, float]] = (),
     local_backwards: Sequence[tuple[float, float]] = (),
+    turns: Sequence[tuple[int, float, float]] = (),
 ) -> Step:
-    """Make a step that begins at ``at`` ms; all other times count from there."""
+    """Make a step that begins at ``at`` ms; all other times count from there.
+
+    ``turns`` has the number, begin and end of the turns of logical ranks, whose loop
+    begins with the step.
+    """
     done = max([backward[1], *(times[3] for times in buckets)])
     return Step(
         number=number,
@@ -45,6 +58,11 @@ def step(
         ready_ns=tuple(None if t is None else round((at + t) * MS) for t in ready),
         local_forwards=tuple(span(*times, at) for times in local_forwards),
         local_backwards=tuple(span(*times, at) for times in local_backwards),
+        loop_begin_ns=round(at * MS) if turns else None,
+        turns=tuple(
+            Turn(round((at + begin) * MS), round((at + end) * MS), number)
+            for number, begin, end in turns
+        ),
     )
 
 
@@ -56,6 +74,7 @@ def timeline(
     members: Sequence[Sequence[int]] = ((1,), (0,)),
     nbytes: int = 2**20,
     host: str = "here",
+    logical_ranks: int | None = None,
 ) -> Timeline:
     """Make a recording of a model whose parameters are layers.0.weight and so on.
 
@@ -63,7 +82,10 @@ def timeline(
     """
     count = sum(map(len, members))
     return Timeline(
-        where=Where(rank, world_size, "gloo", "cpu", host, {"torch": "2.13"}),
+        where=Where(
+            *(rank, world_size, "gloo", "cpu", host, {"torch": "2.13"}),
+            logical_ranks=logical_ranks,
+        ),
         params=tuple(
             Param(f"layers.{i}.weight", nbytes, "float32 on cpu") for i in range(count)
         ),
