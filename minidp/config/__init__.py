@@ -8,6 +8,7 @@ from .options import (
     AUTO,
     MIB,
     UNLIMITED,
+    AuditAction,
     AverageOver,
     BucketCaps,
     OwnOptions,
@@ -38,6 +39,7 @@ __all__ = ["AUTO", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
 __all__ += ["VARIABLES"]
 __all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
 __all__ += [
+    "AuditAction",
     "AverageOver",
     "SavedLayout",
     "Unsynced",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from minidp.console import warn
 from minidp.core import without_user_modes
 from minidp.errors import LogicalRankError, UnavailableError, explain
-from minidp.logical import LogicalOptions, LogicalRanks, conditions
+from minidp.logical import Audit, AuditOptions, LogicalRanks, conditions
 
 from .sync_gradients import failing
 
@@ -90,8 +92,9 @@ def logical_state(self: DataParallel) -> dict[str, Any]:
     }
 
 
-def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | None:
+def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
     """Return the logical ranks of a wrapper, or None if it has none."""
+    options, own = checked.logical, checked.own
     if options is None:
         return None
     wrapper: Any = weakref.proxy(ddp)  # which has what is built here
@@ -113,7 +116,32 @@ def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | N
 
     built = LogicalRanks(ddp._reducer, ddp.module, options, switch, sync_buffers)
     ddp._guard.precondition = built.refuse_step
+    if own.audit_steps:
+        every = AuditOptions(own.audit_steps, own.audit_action)
+        common = weakref.proxy(ddp._reducer), options.number, every
+        built.audit = Audit(*common, partial(_weights, wrapper), partial(_now, wrapper))
     return built
+
+
+def _weights(ddp: DataParallel) -> dict[str, Tensor]:
+    """Return the parameters, also frozen ones, that are equal on all ranks."""
+    return {
+        name: param
+        for name, param in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+        and param.layout is torch.strided
+        and not param.is_meta
+    }
+
+
+def _now(ddp: DataParallel) -> Callable[[], None]:
+    """Return a function that lets later forwards broadcast what they would now."""
+    is_due = ddp.require_forward_param_sync
+
+    def put_back() -> None:
+        ddp.require_forward_param_sync = is_due
+
+    return put_back
 
 
 def check(ddp: DataParallel, checked: Arguments) -> None:

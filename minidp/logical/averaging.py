@@ -14,7 +14,7 @@ If each rank brings one piece, these are the bytes of a ring all-reduce.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,19 @@ from .partial_sums import PartialSums
 from .tree import Node, Sums, adds_pairs, block, cover
 
 _SLICE_SECONDS = 0.5
+
+
+class Watch(Protocol):
+    """Looks at the buckets of a reduction."""
+
+    def filled(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+        """Look at the gradients of this rank's last logical rank alone."""
+
+    def launched(self, plan: BucketPlan, pieces: Sequence[Tensor]) -> None:
+        """Look at what this rank brings. The last piece is about to get the sum."""
+
+    def arrived(self, plan: BucketPlan, payload: Tensor) -> None:
+        """Look at the sum over all logical ranks."""
 
 
 class TreeAveraging(Averaging):
@@ -61,6 +74,7 @@ class TreeAveraging(Averaging):
         # Whether an all-reduce adds in the order of the tree.
         self._adds_pairs = adds_pairs(leaves, communicator.size)
         self._before: HostSum | None = None  # the bucket that was launched before
+        self.watch: Watch | None = None  # in an audited step
 
     @property
     def divisor(self) -> int:
@@ -71,6 +85,11 @@ class TreeAveraging(Averaging):
     def scale(self) -> float | Tensor:
         """By what the sum over all logical ranks is multiplied."""
         return 1.0 / self._leaves if self.items is None else self.items.scale
+
+    @property
+    def sees_sums(self) -> bool:
+        """Whether the sums of this reduction are audited."""
+        return self.watch is not None
 
     def connect(self) -> None:
         """Create what sums need; all ranks call it, and wait for each other."""
@@ -104,21 +123,35 @@ class TreeAveraging(Averaging):
                     "of the loss without create_graph",
                 )
             )
+        if self.watch is not None:
+            self.watch.filled(plan, views)
         self._partial.add_to_bucket(plan, views)
 
     def reduce(
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> comm.Work:
         """Start to add up a bucket over all ranks, in place."""
+        pieces = [payload]
+        if not self._adds_pairs:
+            pieces = [*self._partial.pieces(plan, payload), payload]
+        if self.watch is not None:
+            self.watch.launched(plan, pieces)
         if self._adds_pairs:
             return super().reduce(plan, payload, shared)
-        pieces = [*self._partial.pieces(plan, payload), payload]
-        group = self._communicator.group
-        slices = Slices(pieces, self._nodes, self._leaves, group)
+        slices = self.slices(pieces, self._communicator.group)
         if not payload.is_cpu:
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
         return self._before
+
+    def slices(self, pieces: Sequence[Tensor], group: ProcessGroup) -> Slices:
+        """Return how the pieces of a bucket, the payload last, are added up."""
+        return Slices(pieces, self._nodes, self._leaves, group)
+
+    def arrived(self, plan: BucketPlan, payload: Tensor) -> None:
+        """Show the sums of a bucket to `watch`."""
+        if self.watch is not None:
+            self.watch.arrived(plan, payload)
 
     def register(self, hook: CommHook) -> None:
         """Refuse a comm hook.
@@ -165,11 +198,15 @@ class Slices:
         self.group = group
         self.payload = pieces[-1]
         # Of a slice. The last slices may be shorter, and are filled up with zeros.
-        self._width = -(-self.payload.numel() // len(nodes))
-        self._is_even = self._width * len(nodes) == self.payload.numel()
+        self.width = -(-self.payload.numel() // len(nodes))
+        self._is_even = self.width * len(nodes) == self.payload.numel()
 
-    def exchange(self) -> tuple[Tensor, comm.Work]:
+    def exchange(self, shift: int = 0) -> tuple[Tensor, comm.Work]:
         """Start to give each rank its slice of all pieces, and to get ours.
+
+        Args:
+            shift: Rank r gets slice r + shift; the slices after the last one are the
+                first ones.
 
         Returns:
             This rank's slices of all pieces, valid after the work; and the work.
@@ -177,12 +214,13 @@ class Slices:
         ranks = len(self._nodes)
         counts = [len(each) for each in self._nodes]
         if len(self.pieces) == 1 and self._is_even:  # it is cut already
-            slices = self.payload.view(ranks, 1, self._width)
+            slices = self.payload.view(ranks, 1, self.width)
+            slices = slices.roll(-shift, 0) if shift else slices
             return comm.start_exchange(slices, counts, self.group)
-        slices = self.payload.new_zeros(ranks, len(self.pieces), self._width)
+        slices = self.payload.new_zeros(ranks, len(self.pieces), self.width)
         for number, piece in enumerate(self.pieces):
-            for rank, part in enumerate(piece.split(self._width)):
-                slices[rank, number, : len(part)] = part
+            for rank, part in enumerate(piece.split(self.width)):
+                slices[(rank - shift) % ranks, number, : len(part)] = part
         self.pieces = ()  # they need no memory any more
         return comm.start_exchange(slices, counts, self.group)
 
@@ -200,7 +238,7 @@ class Slices:
         """Start to gather the sums of all slices, in the payload if it is even."""
         rows = None
         if self._is_even:
-            rows = self.payload.view(len(self._nodes), self._width)
+            rows = self.payload.view(len(self._nodes), self.width)
         return comm.start_gathering(mine, group, rows)
 
     def put_together(self, rows: Tensor) -> None:

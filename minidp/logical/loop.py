@@ -18,8 +18,9 @@ is gone at once, and leaves the loop open.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn, Protocol
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from minidp.comm import broadcast_integers, gather_integers
 from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
 
+from .audit import Audit
 from .averaging import TreeAveraging
 from .options import LogicalOptions
 from .partial_sums import Grads, PartialSums
@@ -74,6 +76,7 @@ class LogicalRanks(Observer):
         self._switch = switch
         self._sync_buffers = sync_buffers
         self._partial = PartialSums(options.number, self.block)
+        self.audit: Audit | None = None  # with audit_every
         self._averaging = TreeAveraging(
             reducer.queue.averaging, options.number, self._partial, communicator
         )
@@ -108,6 +111,8 @@ class LogicalRanks(Observer):
         self.step = max(steps) if copy_from is None else steps[copy_from]
         self.options = replace(self.options, seed=seed)
         self._averaging.connect()
+        if self.audit is not None:
+            self.audit.connect()
 
     def each(self, step: int | None) -> Iterator[int]:
         """Return an iterator over the numbers of this rank's logical ranks.
@@ -138,6 +143,11 @@ class LogicalRanks(Observer):
         params = self._reducer.params
         loop = self._open = _Loop(Start(params, self._module, buffers))
         self._partial.clear()
+        audit = self.audit if self.audit and self.audit.begin(step) else None
+        if audit is not None:
+            yield from audit.before(loop.start, partial(self._extra_turn, loop, step))
+            if self._open is not loop:
+                return
         for leaf in self.block:
             loop.begin(leaf)
             self._switch(enabled=leaf == self.block[-1])
@@ -146,9 +156,44 @@ class LogicalRanks(Observer):
             if self._open is not loop:  # reset() was called meanwhile
                 return
             self._end_turn(loop, leaf)
+            if audit is not None:
+                audit.has_left(leaf, loop.start.buffers())
+        if audit is not None:
+            yield from audit.after(loop.start, partial(self._extra_turn, loop, step))
+            if self._open is not loop:
+                return
         loop.start.end(has_first=self.block.start == 0)
         self._close()
         self.step = step + 1
+        if audit is not None:
+            audit.judge()
+
+    def _extra_turn(
+        self, loop: _Loop, step: int, leaf: int
+    ) -> Generator[int, None, Grads | None]:
+        """Let the script do a logical rank for the audit, as if it had not been done.
+
+        Returns:
+            Its gradients, or None if `reset` was called meanwhile.
+        """
+        assert self.audit is not None
+        put_back = self.audit.set_aside(self)
+        loop.begin(leaf)
+        self._switch(enabled=False)
+        randomness.seed_all(self.options.seed, step, leaf)
+        yield leaf
+        if self._open is not loop:
+            return None
+        if not loop.arrived:
+            self._fail(
+                f"Logical rank {leaf} has ended without a backward.",
+                "run a backward() in each turn of the loop",
+            )
+        self._refuse_changes(loop, leaf)
+        grads = self._take(loop, leaf)
+        self._switch(enabled=True)
+        put_back()
+        return grads
 
     def _close(self) -> None:
         loop, self._open = self._open, None
@@ -169,7 +214,10 @@ class LogicalRanks(Observer):
             )
         self._refuse_changes(loop, leaf)
         if not is_last:
-            self._partial.add(leaf, self._take(loop, leaf))
+            grads = self._take(loop, leaf)
+            if self.audit is not None:
+                self.audit.has_computed(leaf, grads)
+            self._partial.add(leaf, grads)
         if leaf == 0:
             loop.start.keep_buffers()
 
@@ -264,6 +312,8 @@ class LogicalRanks(Observer):
         """
         self._partial.clear()
         self._averaging.let_go()
+        if self.audit is not None:
+            self.audit.abandon()
         if self._open is not None:
             self._open.start.end(has_first=False)
         self._close()

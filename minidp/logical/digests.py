@@ -1,0 +1,104 @@
+"""Compute a checksum of each of many tensors, by which ranks compare what they have.
+
+The checksums of `minidp.replica` stand for many tensors at once. Here each tensor has
+one of its own, so that a message can name it, and a thousand tiny tensors take a few
+kernels all the same. Nobody waits for a device before `Digests.read`.
+
+Every change of a single element changes the checksum. Only which NaN a NaN is does not
+count: that depends on the order of two summands, which logical ranks leave open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidp.accelerator import After, has_streams, use_here
+from minidp.replica import SMALL_BYTES, as_plain, sum_of_bits
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = 2**64
+
+
+class Digests:
+    """Checksums by key, made one after the other, and read together.
+
+    None and zeros have the same one, 0: a gradient that is missing contributes zeros.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Tensor] = {}
+        self._moments: list[After] = []
+
+    @torch.no_grad()
+    def add(self, tensors: Mapping[Any, Tensor | None]) -> None:
+        """Compute the checksums of some tensors, on the current streams."""
+        present = {key: t for key, t in tensors.items() if t is not None}
+        small: dict[tuple[torch.device, torch.dtype], list[Any]] = {}
+        for key, tensor in present.items():
+            if tensor.nbytes >= SMALL_BYTES:
+                self._found[key] = sum_of_bits(_with_one_nan(as_plain(tensor)))
+            elif tensor.numel():
+                small.setdefault((tensor.device, tensor.dtype), []).append(key)
+        for keys in small.values():
+            sums = _sums_of_small([as_plain(present[key]) for key in keys])
+            self._found.update(zip(keys, sums.unbind(), strict=True))
+        devices = {tensor.device for tensor in present.values()}
+        self._moments += [After(each) for each in devices if has_streams(each)]
+
+    def read(self) -> dict[Any, int]:
+        """Return the checksums that are not 0, by key. This waits for devices."""
+        for moment in self._moments:
+            moment.hold_back()
+        by_device: dict[torch.device, list[Any]] = {}
+        for key, found in self._found.items():
+            by_device.setdefault(found.device, []).append(key)
+        read: dict[Any, int] = {}
+        for keys in by_device.values():
+            sums = [self._found[key] for key in keys]
+            use_here(*sums)
+            read.update(zip(keys, torch.stack(sums).tolist(), strict=True))
+        return {key: value for key, value in read.items() if value}
+
+
+def digests_of(tensors: Mapping[Any, Tensor | None]) -> dict[Any, int]:
+    """Return the checksums of tensors that are not 0, by key."""
+    digests = Digests()
+    digests.add(tensors)
+    return digests.read()
+
+
+def total(numbers: Iterable[tuple[int, int]]) -> int:
+    """Return one checksum (a signed number of 64 bits) of several.
+
+    Args:
+        numbers: Pairs of the place of each of them, and the checksum.
+    """
+    found = sum((2 * place + 1) * number for place, number in numbers) % _BITS
+    return found - _BITS if found >= _BITS // 2 else found
+
+
+def _sums_of_small(flats: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of each of several flat tensors of one dtype and device."""
+    joined = _with_one_nan(torch.cat(list(flats)))
+    device = joined.device
+    sizes = torch.tensor([len(flat) for flat in flats], device=device)
+    owners = torch.repeat_interleave(torch.arange(len(flats), device=device), sizes)
+    starts = sizes.cumsum(0) - sizes
+    places = torch.arange(len(joined), device=device) - starts[owners]
+    words = joined.view(_INTEGERS[joined.element_size()]).long()
+    zeros = torch.zeros(len(flats), dtype=torch.int64, device=device)
+    return zeros.index_add_(0, owners, words * (2 * places + 1))
+
+
+def _with_one_nan(values: Tensor) -> Tensor:
+    """Return values in which all NaNs are the same one."""
+    if not values.is_floating_point() or values.element_size() == 1:  # no isnan()
+        return values
+    is_nan = values.isnan()
+    if values.is_cpu and not is_nan.any():  # usually, and a copy takes time
+        return values
+    return values.masked_fill(is_nan, float("nan"))
