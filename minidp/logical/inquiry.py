@@ -36,7 +36,7 @@ class Row(NamedTuple):
     def read(cls, numbers: Sequence[int]) -> Row:
         """Return the row whose `plain` these numbers are."""
         count = len(cls._fields) - 1
-        return cls(*numbers[:count], received=tuple(numbers[count:]))
+        return cls._make([*numbers[:count], tuple(numbers[count:])])
 
     @property
     def plain(self) -> list[int]:
