@@ -47,6 +47,11 @@ def each_logical_rank(  # noqa: D417 -- self: a method
     depend on seed, step and logical rank alone; after the loop generators are as before
     it. Of several backwards in one turn all but the last belong into `no_sync`.
 
+    With ``audit_every`` an audited step first yields a logical rank of another rank
+    (one that is not in `logical_block`), and after an alarm some a second time. Their
+    gradients are compared and dropped. So samples must be found by step and logical
+    rank, and not by what came before.
+
     Args:
         step: The number of the step, for random numbers. By default loops are counted,
             also those of the run that this one resumes. A script that tries a step
@@ -57,7 +62,8 @@ def each_logical_rank(  # noqa: D417 -- self: a method
 
     Raises:
         LogicalRankError: The model has no logical ranks; the last loop was left early;
-            or, in the loop, a logical rank has not done what is said here.
+            in the loop, a logical rank has not done what is said here; or, at its end,
+            an audit has found that ranks have computed different bits.
     """
     return _of(self, "each_logical_rank").each(step)
 

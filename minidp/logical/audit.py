@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from minidp import comm
-from minidp.accelerator import After, has_streams, use_here
+from minidp import accelerator, comm
 from minidp.comm import ProcessGroup
 from minidp.console import warn
 from minidp.core import Observer, Reducer
@@ -71,10 +70,10 @@ class _Step:
     began_with: Grads | None = None
     # By number: the bucket, and copies of what this rank has brought to it.
     pieces: dict[int, tuple[BucketPlan, list[Tensor]]] = field(default_factory=dict)
-    copied: list[After] = field(default_factory=list)
     received: Digests = field(default_factory=Digests)  # by bucket and slice
     # Parameters as they were, if the backward steps them.
     params: list[Tensor] | None = None
+    stepped: list[Tensor] | None = None  # what they are now, while they are put aside
     start: Start | None = None  # once the ranks have reduced
 
 
@@ -168,8 +167,6 @@ class Audit:
         if self._now is not None and plan.numel:
             kept = [*pieces[:-1], pieces[-1].clone()]
             self._now.pieces[plan.number] = plan, kept
-            if has_streams(plan.device):
-                self._now.copied.append(After(plan.device))
 
     def arrived(self, plan: BucketPlan, payload: Tensor) -> None:
         """Look at the sums of a bucket."""
@@ -178,10 +175,20 @@ class Audit:
             parts = enumerate(payload.split(width))
             self._now.received.add({(plan.number, k): part for k, part in parts})
 
-    def after(self, start: Start, turn: Turn) -> Generator[int, None, None]:
-        """Compare what the ranks have; find out who is wrong if they differ."""
+    def after(
+        self, start: Start, turn: Turn, *, may_repeat: bool
+    ) -> Generator[int, None, None]:
+        """Compare what the ranks have; find out who is wrong if they differ.
+
+        Args:
+            start: What logical ranks begin with.
+            turn: Does one.
+            may_repeat: Whether there may be further turns on this rank.
+        """
         assert self._now is not None
         now, now.start = self._now, start
+        for device in {spec.device for spec in self._reducer.queue.specs}:
+            accelerator.synchronize(device)  # streams of buckets have copied, and added
         is_comparable = start.began_with(now.began_with)
         if not is_comparable:
             _warn_of_late_zeros(self._communicator.rank)
@@ -189,6 +196,7 @@ class Audit:
         received = now.received.read()
         settings = _settings(self._communicator.device)
         mine = Row(
+            int(may_repeat),
             zlib.crc32(json.dumps(settings).encode()),
             _total_by_name(now.weights.read()),
             total(now.own_grads.read().items()),
@@ -260,7 +268,14 @@ class Audit:
         if self._now is not None:
             self._end()
 
+    def _put_parameters_back(self) -> None:
+        now = self._now
+        if now is not None and now.stepped is not None:
+            _overwrite(self._reducer.params, now.stepped)
+            now.stepped = None
+
     def _end(self) -> None:
+        self._put_parameters_back()
         self._now, self._averaging.watch = None, None
         self._reducer.queue.observers.tell_all()
 
@@ -287,8 +302,9 @@ class Audit:
             ends.append(lambda: start.put_back(averages))
             if params is not None:
                 stepped = [param.detach().clone() for param in reducer.params]
+                self._now.stepped = stepped
                 _overwrite(reducer.params, params)
-                ends.append(lambda: _overwrite(reducer.params, stepped))
+                ends.append(self._put_parameters_back)
 
         def put_back() -> None:
             for end in ends:
@@ -353,17 +369,18 @@ class Audit:
         """
         now, found = self._now, Digests()
         assert now is not None
-        for moment in now.copied:
-            moment.hold_back()
         with self._meeting():
             for number, (plan, pieces) in sorted(now.pieces.items()):
-                use_here(*pieces)
                 group = self._group() if plan.device.type == "cpu" else None
                 group = group or self._communicator.group
                 slices = self._averaging.slices(pieces, group)
                 arrived, work = slices.exchange(shift)
                 comm.wait_for_message(work, plan.device, group)
-                found.add({number: slices.add_up(arrived)})
+                total_of_slice = slices.add_up(arrived)
+                owner = (self._communicator.rank + shift) % self._communicator.size
+                # Without the zeros that fill it up, as `arrived` has seen it.
+                length = max(0, pieces[-1].numel() - owner * slices.width)
+                found.add({number: total_of_slice[:length]})
         return found.read()
 
     def _names_of_slices(self) -> dict[str, list[str]]:

@@ -2,7 +2,8 @@
 
 The checksums of `minidp.replica` stand for many tensors at once. Here each tensor has
 one of its own, so that a message can name it, and a thousand tiny tensors take a few
-kernels all the same. Nobody waits for a device before `Digests.read`.
+kernels all the same. Nobody waits for a device before `Digests.read`, whose caller lets
+the device finish first, if several streams have added checksums.
 
 Every change of a single element changes the checksum. Only which NaN a NaN is does not
 count: that depends on the order of two summands, which logical ranks leave open.
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidp.accelerator import After, has_streams, use_here
 from minidp.replica import SMALL_BYTES, as_plain, sum_of_bits
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,7 +31,6 @@ class Digests:
 
     def __init__(self) -> None:
         self._found: dict[Any, Tensor] = {}
-        self._moments: list[After] = []
 
     @torch.no_grad()
     def add(self, tensors: Mapping[Any, Tensor | None]) -> None:
@@ -46,20 +45,15 @@ class Digests:
         for keys in small.values():
             sums = _sums_of_small([as_plain(present[key]) for key in keys])
             self._found.update(zip(keys, sums.unbind(), strict=True))
-        devices = {tensor.device for tensor in present.values()}
-        self._moments += [After(each) for each in devices if has_streams(each)]
 
     def read(self) -> dict[Any, int]:
-        """Return the checksums that are not 0, by key. This waits for devices."""
-        for moment in self._moments:
-            moment.hold_back()
+        """Return the checksums that are not 0, by key. The host waits for them."""
         by_device: dict[torch.device, list[Any]] = {}
         for key, found in self._found.items():
             by_device.setdefault(found.device, []).append(key)
         read: dict[Any, int] = {}
         for keys in by_device.values():
             sums = [self._found[key] for key in keys]
-            use_here(*sums)
             read.update(zip(keys, torch.stack(sums).tolist(), strict=True))
         return {key: value for key, value in read.items() if value}
 

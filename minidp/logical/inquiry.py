@@ -22,6 +22,7 @@ Settings = Mapping[str, str]
 class Row(NamedTuple):
     """What a rank says after each audited step, in checksums."""
 
+    may_repeat: int  # whether it can compute logical ranks once more
     settings: int
     weights: int  # the parameters at the beginning of the step
     own: int  # gradients of its own logical rank that is audited
@@ -83,12 +84,12 @@ class Inquiry:
         self._sentences: list[str] = []
         self._doubts: list[str] = []  # sentences that name nobody for certain
         self._suspects: set[int] = set()
-        self._repeats = 0
+        self._repeats_left = MOST_REPEATS * all(row.may_repeat for row in rows)
         self._is_script = False  # the script is the likely cause
 
     def _differs(self, pair: Pair) -> bool:
         own, other = self._rows[pair.owner], self._rows[pair.auditor]
-        mine, theirs = own[2:4], (other.other, other.other_buffers)
+        mine, theirs = (own.own, own.own_buffers), (other.other, other.other_buffers)
         is_other_start = own.weights != other.weights  # which is judged by itself
         return bool(other.is_comparable) and mine != theirs and not is_other_start
 
@@ -113,12 +114,17 @@ class Inquiry:
 
     def next_pair(self) -> Pair | None:
         """Return whose logical rank has to be computed once more, or None."""
-        for pair in self._pairs:
-            known = self._named.intersection(pair[:2])
-            if not known and self._repeats < MOST_REPEATS:
-                self._pairs.remove(pair)
-                self._repeats += 1
-                return pair
+        unknown = [
+            pair for pair in self._pairs if not self._named.intersection(pair[:2])
+        ]
+        if unknown and self._repeats_left:
+            self._pairs.remove(unknown[0])
+            self._repeats_left -= 1
+            return unknown[0]
+        for owner, auditor, leaf in unknown:
+            place = f"logical rank {leaf} of step {self._step}"
+            text = f"They have different results for {place}, which was not repeated"
+            self._doubt((owner, auditor), text)
         return None
 
     def judges(self, pair: Pair) -> list[int]:

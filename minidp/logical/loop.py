@@ -159,7 +159,9 @@ class LogicalRanks(Observer):
             if audit is not None:
                 audit.has_left(leaf, loop.start.buffers())
         if audit is not None:
-            yield from audit.after(loop.start, partial(self._extra_turn, loop, step))
+            may_repeat = not loop.has_company
+            turn = partial(self._extra_turn, loop, step)
+            yield from audit.after(loop.start, turn, may_repeat=may_repeat)
             if self._open is not loop:
                 return
         loop.start.end(has_first=self.block.start == 0)
@@ -396,9 +398,15 @@ class _Loop:
         # Loops of several wrappers may be open at once, as by `zip`, and end in any
         # order. The first of them has found the script's numbers.
         other = next(iter(_open_loops), None)
+        self._began_with_company = other is not None
         self._outside: randomness.Numbers
         self._outside = randomness.Numbers() if other is None else other._outside
         _open_loops.add(self)
+
+    @property
+    def has_company(self) -> bool:
+        """Whether loops of other wrappers take turns with this one."""
+        return self._began_with_company or len(_open_loops) > 1
 
     def begin(self, leaf: int) -> None:
         """Let a logical rank begin like the first one."""

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from minidp import LogicalRankError, ReplicaMismatchError
 from minidp.logical import audit
@@ -18,6 +19,7 @@ from tests.logical_ranks import faults, trainings
 from tests.logical_ranks.faults import Flip
 from tests.logical_ranks.test_bits import FEATURES, NUMBERS, OPTIONS, bits
 from tests.logical_ranks.trainings import batch, net, wrapped
+from tests.support.both import same
 from tests.support.ranks import on_ranks
 
 # ------------------------------------------------------------- trainings that are right
@@ -79,6 +81,80 @@ def messages(ctx, options):
         turns(ctx, model, step)
         model.zero_grad()
     return model._reducer.communicator.tally.started - before
+
+
+class Numbers(Dataset):
+    """Samples that depend on their index alone."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, i):
+        return batch(0, i, 12)
+
+
+def with_loaders(ctx, audit_every):
+    """The recipe of minidp/logical/README.md."""
+    dataset, module, number = Numbers(), net(), 6
+    model = wrapped(ctx, module, number, audit_every=audit_every)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def sampler_of(leaf):
+        sampler = DistributedSampler(dataset, num_replicas=number, rank=leaf, seed=0)
+        sampler.set_epoch(1)
+        return sampler
+
+    def batch_of(leaf, step):
+        indices = list(sampler_of(leaf))[4 * step : 4 * (step + 1)]
+        return default_collate([dataset[i] for i in indices])
+
+    loaders = {
+        leaf: iter(DataLoader(dataset, 4, sampler=sampler_of(leaf)))
+        for leaf in model.logical_block
+    }
+    for step in range(4):
+        ready = {leaf: next(loaders[leaf]) for leaf in model.logical_block}
+        for leaf in model.each_logical_rank():
+            x = ready[leaf] if leaf in ready else batch_of(leaf, step)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def test_loaders_of_a_ranks_own_numbers(pool):
+    (expected,) = pool.run(with_loaders, 1, 0)
+    for size in (2, 3):
+        assert same([expected] * size, pool.run(with_loaders, size, 1))
+
+
+def two_models(ctx, at):
+    """Two models take turns; an audit cannot ask for further ones."""
+    models = [wrapped(ctx, net(), 6, audit_every=1, hang_timeout=30) for _ in "ab"]
+
+    def step():
+        loops = (model.each_logical_rank() for model in models)
+        struck = ctx.rank == at
+        for leaf, _ in zip(*loops, strict=True):
+            for model in models:
+                flips = IN_GRADIENT(model.module) if struck else nullcontext()
+                with flips:
+                    model(batch(0, leaf)).square().mean().backward()
+                struck = False
+
+    if at is None:
+        step()
+        return ""
+    with pytest.raises(LogicalRankError) as caught:
+        step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("at", [None, 1])
+def test_two_models_in_one_loop(pool, at):
+    for text in pool.run(two_models, 3, at):
+        assert at is None or "cannot say which rank is wrong" in text
+        assert at is None or "which was not repeated" in text
 
 
 # --------------------------------------------------- after an alarm training may go on
