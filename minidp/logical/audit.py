@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from minidp import accelerator, comm
+from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.console import warn
 from minidp.core import Observer, Reducer
@@ -187,8 +187,8 @@ class Audit:
         """
         assert self._now is not None
         now, now.start = self._now, start
-        for device in {spec.device for spec in self._reducer.queue.specs}:
-            accelerator.synchronize(device)  # streams of buckets have copied, and added
+        # Streams of buckets may have made checksums and copies, all of it before the
+        # sums for which this stream has waited.
         is_comparable = start.began_with(now.began_with)
         if not is_comparable:
             _warn_of_late_zeros(self._communicator.rank)

@@ -2,8 +2,7 @@
 
 The checksums of `minidp.replica` stand for many tensors at once. Here each tensor has
 one of its own, so that a message can name it, and a thousand tiny tensors take a few
-kernels all the same. Nobody waits for a device before `Digests.read`, whose caller lets
-the device finish first, if several streams have added checksums.
+kernels all the same. Nobody waits for a device before `Digests.read`.
 
 Every change of a single element changes the checksum. Only which NaN a NaN is does not
 count: that depends on the order of two summands, which logical ranks leave open.

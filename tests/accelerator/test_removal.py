@@ -310,7 +310,6 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         ),
     },
     "logical/audit.py": {
-        "Audit.after accelerator.synchronize": AUDITS,
         "Audit._add_up_again comm.wait_for_message": AUDITS,
     },
     "logical/averaging.py": {
