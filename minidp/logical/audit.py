@@ -246,7 +246,8 @@ class Audit:
             sums = [_with_texts(self._add_up_again(shift)) for shift in shifts]
             by_rank = [json.loads(each) for each in self._gather_text(json.dumps(sums))]
             by_shift = {shift: [each[shift] for each in by_rank] for shift in shifts}
-            inquiry.judge_sums(by_shift, self._names_of_slices())
+            has_owners, names = self._averaging.has_owners, self._names_of_slices()
+            inquiry.judge_sums(by_shift, names, has_owners=has_owners)
         rank, has_stepped = self._communicator.rank, now.params is not None
         self._alarm = inquiry.text(rank, self._last_good, has_stepped=has_stepped)
 

@@ -87,6 +87,11 @@ class TreeAveraging(Averaging):
         return 1.0 / self._leaves if self.items is None else self.items.scale
 
     @property
+    def has_owners(self) -> bool:
+        """Whether one rank adds up a slice of a bucket for all."""
+        return not self._adds_pairs
+
+    @property
     def sees_sums(self) -> bool:
         """Whether the sums of this reduction are audited."""
         return self.watch is not None

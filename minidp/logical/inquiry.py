@@ -85,6 +85,7 @@ class Inquiry:
         self._doubts: list[str] = []  # sentences that name nobody for certain
         self._suspects: set[int] = set()
         self._repeats_left = MOST_REPEATS * all(row.may_repeat for row in rows)
+        self._has_owners = False
         self._is_script = False  # the script is the likely cause
 
     def _differs(self, pair: Pair) -> bool:
@@ -182,6 +183,8 @@ class Inquiry:
         self,
         votes: Mapping[int, Sequence[Mapping[str, int]]],
         names_of: Mapping[str, Sequence[str]],
+        *,
+        has_owners: bool,
     ) -> None:
         """Judge the sums of slices.
 
@@ -189,7 +192,10 @@ class Inquiry:
             votes: What each rank has added up again, by bucket; the rank with number r
                 is the owner of the slice r + shift, by shift.
             names_of: The parameters in a part of a bucket, by "bucket/slice".
+            has_owners: Whether one rank has added up a slice for all. An all-reduce
+                does not tell who has.
         """
+        self._has_owners = has_owners
         for owner in self.slices:
             buckets = sorted({key.split("/")[0] for key in names_of}, key=int)
             for bucket in buckets:
@@ -221,9 +227,9 @@ class Inquiry:
         if verdict.adders:
             text = f"In the audit it has added up {place} to another sum"
             self._name(verdict.adders, f"{text}{which}")
-        if len(verdict.receivers) == self._ranks and self._ranks == 2:
+        if len(verdict.receivers) == self._ranks and not self._has_owners:
             text = f"Both got a sum of {place} that neither gets when adding up again"
-            self._doubt((0, 1), f"{text}{which}")
+            self._doubt(verdict.receivers, f"{text}{which}")
         elif len(verdict.receivers) == self._ranks:
             text = f"It has sent all ranks a wrong sum of {place}, or got wrong parts"
             self._name((owner,), f"{text}{which}")

@@ -343,12 +343,41 @@ def test_a_flip_in_a_weight_of_one_of_two_ranks(pool):
     assert "Ranks 0, 1: Their parameters differ at the beginning of step 2" in text
 
 
-@pytest.mark.parametrize("number", [6, 8])
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(("size", "number"), [(2, 5), (3, 6), (3, 8), (4, 6), (4, 8)])
 def test_a_flip_in_a_reduced_slice(pool, size, number):
     text = alarms(pool, size, number, 1, partial(faults.in_sum, Flip(0, 3)), "sum")
     assert names(1) in text
     assert "a wrong sum of slice 1 of bucket" in text
+
+
+def both_wrong(ctx):
+    """Both ranks receive the same wrong sum."""
+    with faults.on_arrival(Flip(0, 3)), pytest.raises(LogicalRankError) as caught:
+        turns(ctx, wrapped(ctx, net(), 4, audit_every=1), 0)
+    return str(caught.value)
+
+
+def test_a_wrong_all_reduce(pool):
+    for text in pool.run(both_wrong, 2):
+        assert "cannot say which rank is wrong" in text
+        assert "that neither gets when adding up again" in text
+
+
+class Many(nn.Module):
+    """A slice of 64 KiB, and one with an element less."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3 * 32768 - 1, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return (x * self.weight).sum()
+
+
+@on_ranks(3)
+def test_slices_of_unequal_length(ctx):
+    model = wrapped(ctx, Many(), 4, audit_every=1)
+    each_turn(model, lambda leaf: model(batch(0, leaf, 98303).bfloat16()))
 
 
 @pytest.mark.parametrize("number", [4, 5])
