@@ -208,6 +208,21 @@ def test_an_alarm_leaves_no_trace_with_options(pool, options):
     test_an_alarm_leaves_no_trace(pool, partial(trainings.plain, **options))
 
 
+@on_ranks(2, 4)
+def test_the_guard_knows_nothing_of_what_ranks_do_for_others(ctx):
+    """Also those that have computed once more know what all ranks know."""
+    model = wrapped(ctx, net(), 8, audit_every=1, audit_action="warn")
+    fault = partial(IN_GRADIENT, model.module) if ctx.rank == 1 else nullcontext
+    with pytest.warns(UserWarning, match="names rank 1"):
+        turns(ctx, model, 0, fault)
+    ledger, acts = model._reducer.ledger, model._guard.acts
+    found = [ledger.forwards, ledger.armed, len(ledger.used_locally)]
+    assert found == [0, 1, 0]
+    assert not acts.unsynced
+    assert model.require_backward_grad_sync
+    assert model.require_forward_param_sync
+
+
 @on_ranks(2, 3)
 def test_a_step_that_is_tried_again_after_an_alarm(ctx):
     module = net()
