@@ -8,7 +8,13 @@ them with no_sync(), the other has as many logical ranks. Ratios are paired by r
 (see the --help of overhead.py). With 4 logical ranks for each rank, each rank brings
 one sum; with 3 it brings two sums, so that more has to be added up.
 
-Target: a step with logical ranks takes at most 1.05 times one of plain accumulation.
+A fourth row has steps with logical ranks of which each is audited. In training one of
+many is, and the mean step is computed from both (the others are those of logical
+ranks). All ranks train on the same data here, so that a logical rank has the same
+gradients wherever it is computed.
+
+Targets: a step with logical ranks takes at most 1.05 times one of plain accumulation;
+with audit_every="auto" at most 1.01 times one without audits.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.estimates import Estimate
 from support.models import NETS, make
 from support.ranks import run_ranks
 from support.report import (
@@ -35,11 +42,14 @@ from support.rounds import STEP_COLUMNS, Contest, Implementation, Measured, Plan
 from torch import nn
 
 import minidp
+from minidp.config import AUDIT_STEPS
 
 MODELS = ("small", "mlp", "transformer")
-CELLS = ((1, 4), (2, 4), (2, 3))  # ranks, and logical ranks for each of them
+# Ranks, and logical ranks for each of them.
+CELLS = ((1, 4), (2, 4), (2, 3), (2, 1))
 PLAIN, AGAIN, LOGICAL = "no_sync()", "no_sync() again", "logical ranks"
-LIMIT = 1.05
+AUDITED = "an audited step"
+LIMIT, LIMIT_OF_AUDIT = 1.05, 1.01
 
 
 class Accumulates(nn.Module):
@@ -61,26 +71,43 @@ class Accumulates(nn.Module):
 class HasLogicalRanks(nn.Module):
     """Does as many logical ranks on each rank, the last one in `finish_step`."""
 
-    def __init__(self, module: nn.Module, count: int) -> None:
+    def __init__(self, module: nn.Module, count: int, audit_every: int = 0) -> None:
         super().__init__()
-        self.count = count
         total = count * dist.get_world_size()
-        self.ddp: Any = minidp.DataParallel(module, logical_ranks=total)
+        self.ddp: Any = minidp.DataParallel(
+            module, logical_ranks=total, audit_every=audit_every
+        )
         self._turns: Iterator[int] = iter(())
 
     def forward(self, *data: torch.Tensor) -> Any:
         """Return the loss of the last logical rank of this rank."""
         self._turns = self.ddp.each_logical_rank()
-        for _ in range(self.count - 1):
-            next(self._turns)
+        while next(self._turns) != self.ddp.logical_block[-1]:
             self.ddp(*data).backward()
-        next(self._turns)
         return self.ddp(*data)
 
     def finish_step(self) -> None:
         """End the loop over logical ranks."""
         for _ in self._turns:
             pass
+
+
+class SameData(Contest):
+    """Lets all ranks train on the same data."""
+
+    def _next_data(self) -> tuple[torch.Tensor, ...]:
+        self._rounds += 1
+        return self._net.data(torch.Generator().manual_seed(self._rounds))
+
+
+def _with_audits(audited: Estimate) -> Estimate:
+    """Return the mean step at ``audit_every="auto"``, relative to one without audits.
+
+    Args:
+        audited: an audited step, relative to one that is not.
+    """
+    numbers = audited.value, audited.low, audited.high
+    return Estimate(*(1 + (number - 1) / AUDIT_STEPS for number in numbers))
 
 
 def _measure(model: str, plan: Plan, count: int, *, smoke: bool) -> Measured:
@@ -94,9 +121,12 @@ def _measure(model: str, plan: Plan, count: int, *, smoke: bool) -> Measured:
         Implementation(LOGICAL, logical, PLAIN, is_exact=False),
     ]
     size = dist.get_world_size()
+    if size > 1:
+        audited = functools.partial(logical, audit_every=1)
+        everyone.append(Implementation(AUDITED, audited, PLAIN, is_exact=False))
     ranks = f"{size} rank{'s' if size > 1 else ''}"
     title = f"{net.title}; {ranks}, {count * size} logical ranks"
-    return Contest(title, everyone, net, plan).run()
+    return SameData(title, everyone, net, plan).run()
 
 
 def main() -> int:
@@ -119,12 +149,17 @@ def main() -> int:
                     str(measured.ratio(name, PLAIN)),
                     measured.wrong_cell(name),
                 ]
-                for name in (PLAIN, AGAIN, LOGICAL)
+                for name in measured.times
             ]
             report.show(table(measured.title, measured.facts, columns, rows))
             report.count_wrong(measured.wrong.values())
             ratio = measured.ratio(LOGICAL, PLAIN)
-            report.judge([Verdict(measured.title, ratio, LIMIT)])
+            verdicts = [Verdict(measured.title, ratio, LIMIT)]
+            if AUDITED in measured.times:
+                what = f"{measured.title}, with an audit in {AUDIT_STEPS} steps"
+                mean = _with_audits(measured.ratio(AUDITED, LOGICAL))
+                verdicts.append(Verdict(what, mean, LIMIT_OF_AUDIT))
+            report.judge(verdicts)
     content = {"results": [each.as_json() for each in found]}
     return report.finish(f"logical_ranks_cpu_{native_word()}", content)
 

@@ -36,8 +36,8 @@ These are its parts, from what a user starts down to what everybody stands on. T
     overlap/        recorded steps: what is hidden behind the backward, and what is not
     guard/          no optimizer applies gradients that differ between ranks
     hang/           which rank is missing, and where it was last seen
-    replica/        replicas start equal and stay equal
     logical/        the same bits on any number of ranks, by logical ranks
+    replica/        replicas start equal and stay equal
     sync_batchnorm  batch norm over all ranks, on CPU too
     core/           one gradient: hook -> bucket -> all-reduce -> .grad     READ THIS
     comm_hooks      ready-made comm hooks

@@ -56,7 +56,10 @@ class UnsyncedGradientsError(MiniDPError):
 
 
 class LogicalRankError(MiniDPError):
-    """A step does not go through all logical ranks, or not in the way it must."""
+    """A step does not go through all logical ranks, or not in the way it must.
+
+    Or an audit has found that ranks have computed different bits.
+    """
 
 
 class DoubleStepError(MiniDPError):

@@ -323,6 +323,36 @@ MUTANTS = [
         first="shared_memory/test_orders.py",
     ),
     Mutant(
+        "an audit takes the gradients of the wrong logical rank",
+        "if self._now is not None and self._now.is_last:",
+        "if self._now is not None:",
+        first="logical_ranks/test_audit.py",
+    ),
+    Mutant(
+        "what a rank computes for another one is told to the guard",
+        "observers.tell_only(witness)",
+        "None",
+        first="logical_ranks/test_audit.py",
+    ),
+    Mutant(
+        "an audit counts the items of another rank",
+        "ends.append(items.set_aside())",
+        "items.set_aside()",
+        first="logical_ranks/test_audit.py",
+    ),
+    Mutant(
+        "slices are added up again by the rank that has added them up",
+        "summed = self._add_up_again(1)",
+        "summed = self._add_up_again(0)",
+        first="logical_ranks/test_audit.py",
+    ),
+    Mutant(
+        "an audit names the rank that is right",
+        "if value != thirds[0])",
+        "if value == thirds[0])",
+        first="logical_ranks/test_audit.py",
+    ),
+    Mutant(
         "C++: a bucket in shared memory is read before its sums are there",
         "if (!all_posted(bucket)) {\n    return false;",
         "if (!all_posted(bucket)) {\n    return true;",

@@ -343,6 +343,13 @@ def chaos(session: nox.Session) -> None:
 
 
 @stage("nightly")
+def audits(session: nox.Session) -> None:
+    """Flip bits at random: audits name each rank; and train, where they say nothing."""
+    words = ("--runs", "1000", "--steps", "100000")
+    session.run(PYTHON, "-m", "tests.logical_ranks.audit_flips", *words)
+
+
+@stage("nightly")
 def sanitizers(session: nox.Session) -> None:
     """The extension under AddressSanitizer and ThreadSanitizer."""
     need(session, "g++")

@@ -5,9 +5,11 @@ command-line options that replace arguments; texts that say how to pass an optio
 """
 
 from .options import (
+    AUDIT_STEPS,
     AUTO,
     MIB,
     UNLIMITED,
+    AuditAction,
     AverageOver,
     BucketCaps,
     OwnOptions,
@@ -34,10 +36,11 @@ from .overrides import (
     variables,
 )
 
-__all__ = ["AUTO", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
+__all__ = ["AUDIT_STEPS", "AUTO", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
 __all__ += ["VARIABLES"]
 __all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
 __all__ += [
+    "AuditAction",
     "AverageOver",
     "SavedLayout",
     "Unsynced",

@@ -22,6 +22,8 @@ AUTO: Literal["auto"] = "auto"
 HANG_SECONDS = 300.0  # a sixth of Gloo's limit, half of NCCL's
 Unsynced = Literal["raise", "warn", "ignore"]
 AverageOver = Literal["ranks", "items"]
+AuditAction = Literal["raise", "warn"]
+AUDIT_STEPS = 500  # audit_every="auto": an audited step may cost five others
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,19 @@ def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
         )
 
 
+def _check_steps(argument: str, given: object) -> None:
+    steps = 0 if given == AUTO else given
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(
+            f'{argument} must be a number of steps (int), or "auto", but got {steps!r} '
+            f"({type(steps).__name__})."
+        )
+    if steps < 0:
+        raise ValueError(
+            f"{argument} must not be negative, but got {steps!r}; 0 means never."
+        )
+
+
 @dataclass(frozen=True)
 class OwnOptions:
     """The constructor's arguments that torch's DDP does not have.
@@ -157,10 +172,13 @@ class OwnOptions:
     check_replicas_every: int | Literal["auto"] = AUTO  # in steps; 0 is never
     check_finite_grads: bool = False
     average_over: AverageOver = "ranks"
+    audit_every: int | Literal["auto"] = 0  # in steps; 0 is never
+    audit_action: AuditAction = "raise"  # if ranks have computed different bits
 
     def __post_init__(self) -> None:
         _check_choice("unsynced", self.unsynced, get_args(Unsynced))
         _check_choice("average_over", self.average_over, get_args(AverageOver))
+        _check_choice("audit_action", self.audit_action, get_args(AuditAction))
         seconds = self.hang_timeout
         if seconds is not None and seconds != AUTO:
             number = _as_number("hang_timeout", seconds, "of seconds, or None")
@@ -169,19 +187,15 @@ class OwnOptions:
                     "hang_timeout must be a finite, positive number of seconds, or "
                     f"None for the process group's own limit, but got {seconds!r}."
                 )
-        steps = 0 if self.check_replicas_every == AUTO else self.check_replicas_every
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise TypeError(
-                'check_replicas_every must be a number of steps (int), or "auto", but '
-                f"got {steps!r} ({type(steps).__name__})."
-            )
-        if steps < 0:
-            raise ValueError(
-                f"check_replicas_every must not be negative, but got {steps!r}; 0 "
-                "means never."
-            )
+        _check_steps("check_replicas_every", self.check_replicas_every)
+        _check_steps("audit_every", self.audit_every)
         # bool() raises here, not in a backward, if the value is neither true nor false.
         object.__setattr__(self, "check_finite_grads", bool(self.check_finite_grads))
+
+    @property
+    def audit_steps(self) -> int:
+        """Of how many steps one is audited; 0 if none is."""
+        return AUDIT_STEPS if self.audit_every == AUTO else self.audit_every
 
     @property
     def hang_limit(self) -> float | None:

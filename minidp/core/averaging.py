@@ -86,6 +86,11 @@ class Averaging:
         return 1.0 if self.items is None else self.items.scale
 
     @property
+    def sees_sums(self) -> bool:
+        """Whether `arrived` looks at the buckets of this backward."""
+        return False
+
+    @property
     def seat(self) -> tuple[int, int]:
         """The place of this rank among those that average, and their number."""
         return self._communicator.rank, self._communicator.size
@@ -185,6 +190,17 @@ class Averaging:
         if shared is None:
             return comm.all_reduce(payload, self._communicator.group)
         return shared.all_reduce()
+
+    def arrived(self, plan: BucketPlan, payload: torch.Tensor) -> None:
+        """Look at the sums of a bucket, which no factor has multiplied yet.
+
+        It is called only if `sees_sums`. Here there is nothing to see. The audit of
+        logical ranks compares the sums between the ranks.
+
+        Args:
+            plan: Which parameters the bucket has.
+            payload: Its flat buffer.
+        """
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:

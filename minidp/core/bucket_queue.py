@@ -200,9 +200,14 @@ class BucketQueue:
         bucket.scale = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         untouched_slots = [k for i, k in slots if i in untouched]
-        if not untouched_slots and isinstance(bucket, DenseBucket) and bucket.shared:
+        sees_sums = self.averaging.sees_sums  # so that they must be in the buffer
+        if bucket.shared is not None and sees_sums:
+            bucket.shared.into = None
+        elif not untouched_slots and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
+        if sees_sums:
+            self.averaging.arrived(bucket.plan, bucket.payload)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             self._check_finite(bucket, AFTER)
         bucket.copy_out(untouched_slots)

@@ -258,6 +258,21 @@ class ItemCounts(Observer):
         finally:
             self._step, self.holds_averages = mine
 
+    def set_aside(self) -> Callable[[], None]:
+        """Count from 0, as if nothing had been counted or averaged in this step.
+
+        Returns:
+            A function that forgets what was counted since, and goes on with this step.
+        """
+        mine = self._step, self.holds_averages, self._weighed
+        self._step = _Step()
+
+        def put_back() -> None:
+            self._step.ended()
+            self._step, self.holds_averages, self._weighed = mine
+
+        return put_back
+
     # -- what travels ------------------------------------------------------------------
 
     def launching(self) -> None:

@@ -7,6 +7,8 @@ second counter, and `reset()` sets it to the same number on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class Ledger:
     """The counts of one reducer, and the parameters that local backwards have used."""
@@ -37,6 +39,19 @@ class Ledger:
         self.forwards = 0
         self.steps = 0  # before `finalized` grows: another thread reads both
         self.finalized += 1
+
+    def set_aside(self) -> Callable[[], None]:
+        """Return a function that forgets the forwards and local gradients until then.
+
+        In between no backward may reduce.
+        """
+        mine = self.forwards, self.armed, set(self.used_locally)
+
+        def put_back() -> None:
+            self.forwards, self.armed, used = mine
+            self.used_locally.intersection_update(used)
+
+        return put_back
 
     def reset(self) -> None:
         """Forget local gradients, and forwards whose backward has not reduced."""

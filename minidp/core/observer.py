@@ -186,6 +186,14 @@ class Observers:
         """Remove an observer; do nothing if it is not among them."""
         self._set(tuple(each for each in self.everybody if each is not observer))
 
+    def tell_only(self, witness: Observer) -> None:
+        """Tell one observer alone of local gradients, until `tell_all`."""
+        self.of_local_grads = [witness]
+
+    def tell_all(self) -> None:
+        """Tell all observers again of local gradients that `sees_local_grads`."""
+        self._set(self.everybody)
+
     def on_bucket_event(self, moment: Moment, index: int, *_future: object) -> None:
         """Tell observers of an event of a bucket or of a gradient.
 

@@ -134,6 +134,8 @@ class Arguments:
             "check_replicas_every": self.own.check_replicas_every,
             "average_over": self.own.average_over,
             "logical_ranks": self.logical and self.logical.compared,
+            "audit_every": self.own.audit_steps,
+            "audit_action": self.own.audit_action,
         }
 
 
@@ -206,6 +208,12 @@ def _logical(
         TypeError, ValueError: The argument is bad, or something does not go with it.
     """
     if given.logical_ranks is None:
+        if given.audit_every:
+            raise ValueError(
+                "audit_every needs logical_ranks: only a logical rank has the same bits"
+                " on any rank, so that another one can compute it again. What to do: "
+                "pass logical_ranks, too, or leave audit_every out."
+            )
         return None
     options = logical.read(given.logical_ranks, torch.initial_seed())
     named = dict(replica.module.named_buffers())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from minidp.console import warn
 from minidp.core import without_user_modes
 from minidp.errors import LogicalRankError, UnavailableError, explain
-from minidp.logical import LogicalOptions, LogicalRanks, conditions
+from minidp.logical import Audit, AuditOptions, LogicalRanks, conditions
 
 from .sync_gradients import failing
 
@@ -45,6 +47,11 @@ def each_logical_rank(  # noqa: D417 -- self: a method
     depend on seed, step and logical rank alone; after the loop generators are as before
     it. Of several backwards in one turn all but the last belong into `no_sync`.
 
+    With ``audit_every`` an audited step first yields a logical rank of another rank
+    (one that is not in `logical_block`), and after an alarm some a second time. Their
+    gradients are compared and dropped. So samples must be found by step and logical
+    rank, and not by what came before.
+
     Args:
         step: The number of the step, for random numbers. By default loops are counted,
             also those of the run that this one resumes. A script that tries a step
@@ -55,7 +62,8 @@ def each_logical_rank(  # noqa: D417 -- self: a method
 
     Raises:
         LogicalRankError: The model has no logical ranks; the last loop was left early;
-            or, in the loop, a logical rank has not done what is said here.
+            in the loop, a logical rank has not done what is said here; or, at its end,
+            an audit has found that ranks have computed different bits.
     """
     return _of(self, "each_logical_rank").each(step)
 
@@ -92,8 +100,9 @@ def logical_state(self: DataParallel) -> dict[str, Any]:
     }
 
 
-def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | None:
+def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
     """Return the logical ranks of a wrapper, or None if it has none."""
+    options, own = checked.logical, checked.own
     if options is None:
         return None
     wrapper: Any = weakref.proxy(ddp)  # which has what is built here
@@ -115,7 +124,32 @@ def build(ddp: DataParallel, options: LogicalOptions | None) -> LogicalRanks | N
 
     built = LogicalRanks(ddp._reducer, ddp.module, options, switch, sync_buffers)
     ddp._guard.precondition = built.refuse_step
+    if own.audit_steps:
+        every = AuditOptions(own.audit_steps, own.audit_action)
+        common = weakref.proxy(ddp._reducer), options.number, every
+        built.audit = Audit(*common, partial(_weights, wrapper), partial(_now, wrapper))
     return built
+
+
+def _weights(ddp: DataParallel) -> dict[str, Tensor]:
+    """Return the parameters, also frozen ones, that are equal on all ranks."""
+    return {
+        name: param
+        for name, param in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+        and param.layout is torch.strided
+        and not param.is_meta
+    }
+
+
+def _now(ddp: DataParallel) -> Callable[[], None]:
+    """Return a function that lets later forwards broadcast what they would now."""
+    is_due = ddp.require_forward_param_sync
+
+    def put_back() -> None:
+        ddp.require_forward_param_sync = is_due
+
+    return put_back
 
 
 def check(ddp: DataParallel, checked: Arguments) -> None:

@@ -23,7 +23,7 @@ from minidp.comm import (
     exchange_device,
     lifetime_of_default_group,
 )
-from minidp.config import AUTO, AverageOver, Unsynced, replacements
+from minidp.config import AUTO, AuditAction, AverageOver, Unsynced, replacements
 from minidp.console import warn
 from minidp.core import (
     RecorderObserver,
@@ -153,6 +153,12 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         logical_ranks: Into how many logical ranks a step is divided, whatever the
             number of ranks, or `logical_state` of an earlier run. The training then has
             the same bits on any number of ranks: see `each_logical_rank`.
+        audit_every: In one of so many steps, let other ranks compute again a part of
+            what each rank has computed, and find a rank whose hardware or settings
+            change bits; 0 is never, "auto" is 500. It needs ``logical_ranks``, and a
+            loop that trains on whatever logical rank comes: see `each_logical_rank`.
+        audit_action: Whether an audit that finds a difference shall "raise" an error on
+            all ranks, before the optimizer steps, or "warn". Both name rank and host.
 
     Raises:
         ValueError, TypeError, RuntimeError: An argument is bad, as in torch.
@@ -203,6 +209,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         average_over: AverageOver = "ranks",
         logical_ranks: int | Mapping[str, Any] | None = None,
+        audit_every: int | Literal["auto"] = 0,
+        audit_action: AuditAction = "raise",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -260,7 +268,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         with without_user_modes():
             built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication = built
-        self._logical = logical_ranks.build(self, checked.logical)
+        self._logical = logical_ranks.build(self, checked)
         self.logger = torch_compat.LoggingData(self)
         is_unused_found = config.find_unused_parameters
         if torch_compat.logs_unused(find_unused_parameters=is_unused_found):

@@ -17,7 +17,7 @@ gradients see `sparse_sums`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,19 @@ from .sparse_sums import SparsePieces
 from .tree import Node, Sums, adds_pairs, block, cover
 
 _SLICE_SECONDS = 0.5
+
+
+class Watch(Protocol):
+    """Looks at the buckets of a reduction."""
+
+    def filled(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+        """Look at the gradients of this rank's last logical rank alone."""
+
+    def launched(self, plan: BucketPlan, pieces: Sequence[Tensor]) -> None:
+        """Look at what this rank brings. The last piece is about to get the sum."""
+
+    def arrived(self, plan: BucketPlan, payload: Tensor) -> None:
+        """Look at the sum over all logical ranks."""
 
 
 class TreeAveraging(Averaging):
@@ -68,6 +81,7 @@ class TreeAveraging(Averaging):
         if not self._adds_pairs:
             self.order = order_of_sums(leaves, self._nodes)
         self._before: HostSum | None = None  # the bucket that was launched before
+        self.watch: Watch | None = None  # in an audited step
 
     @property
     def divisor(self) -> int:
@@ -78,6 +92,19 @@ class TreeAveraging(Averaging):
     def scale(self) -> float | Tensor:
         """By what the sum over all logical ranks is multiplied."""
         return 1.0 / self._leaves if self.items is None else self.items.scale
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether one rank adds up a slice of a bucket for all.
+
+        In shared memory whoever waits adds up some part of it.
+        """
+        return not self._adds_pairs and bool(self.no_shared_memory)
+
+    @property
+    def sees_sums(self) -> bool:
+        """Whether the sums of this reduction are audited."""
+        return self.watch is not None
 
     def connect(self, *, has_sparse: bool) -> None:
         """Create what sums need; all ranks call it, and wait for each other.
@@ -117,6 +144,8 @@ class TreeAveraging(Averaging):
                     "of the loss without create_graph",
                 )
             )
+        if self.watch is not None:
+            self.watch.filled(plan, views)
         self._partial.add_to_bucket(plan, views)
 
     def reduce(
@@ -125,6 +154,8 @@ class TreeAveraging(Averaging):
         """Start to add up a bucket over all ranks, in place."""
         if plan.sparse and self._communicator.size == 1:
             return comm.NoWork()
+        if self.watch is not None and not plan.sparse:
+            self.watch.launched(plan, self._partial.pieces(plan, payload))
         if shared is not None:
             self._partial.fill_rows(plan)
         if shared is not None or (self._adds_pairs and not plan.sparse):
@@ -137,6 +168,15 @@ class TreeAveraging(Averaging):
             return StreamSum(slices)
         self._before = HostSum(slices, self._before)
         return self._before
+
+    def slices(self, pieces: Sequence[Tensor], group: ProcessGroup) -> Slices:
+        """Return how the pieces of a bucket, the payload last, are added up."""
+        return Slices(pieces[-1], pieces, self._nodes, self._leaves, group)
+
+    def arrived(self, plan: BucketPlan, payload: Tensor) -> None:
+        """Show the sums of a bucket to `watch`."""
+        if self.watch is not None:
+            self.watch.arrived(plan, payload)
 
     def register(self, hook: CommHook) -> None:
         """Refuse a comm hook.
@@ -206,11 +246,15 @@ class Slices:
         self._nodes, self._leaves = nodes, leaves
         self.group = group
         # Of a slice. The last slices may be shorter, and are filled up with zeros.
-        self._width = -(-self.payload.numel() // len(nodes))
-        self._is_even = self._width * len(nodes) == self.payload.numel()
+        self.width = -(-self.payload.numel() // len(nodes))
+        self._is_even = self.width * len(nodes) == self.payload.numel()
 
-    def exchange(self) -> tuple[Tensor, comm.Work]:
+    def exchange(self, shift: int = 0) -> tuple[Tensor, comm.Work]:
         """Start to give each rank its slice of all pieces, and to get ours.
+
+        Args:
+            shift: Rank r gets slice r + shift; the slices after the last one are the
+                first ones.
 
         Returns:
             This rank's slices of all pieces, valid after the work; and the work.
@@ -219,12 +263,13 @@ class Slices:
         counts = [len(each) for each in self._nodes]
         is_cut = len(self.pieces) == 1 and self.pieces[0] is self.payload
         if is_cut and self._is_even:
-            slices = self.payload.view(ranks, 1, self._width)
+            slices = self.payload.view(ranks, 1, self.width)
+            slices = slices.roll(-shift, 0) if shift else slices
             return comm.start_exchange(slices, counts, self.group)
-        slices = self.payload.new_zeros(ranks, len(self.pieces), self._width)
+        slices = self.payload.new_zeros(ranks, len(self.pieces), self.width)
         for number, piece in enumerate(self.pieces):
-            for rank, part in enumerate(piece.split(self._width)):
-                slices[rank, number, : len(part)] = part
+            for rank, part in enumerate(piece.split(self.width)):
+                slices[(rank - shift) % ranks, number, : len(part)] = part
         self.pieces = ()  # they need no memory any more
         return comm.start_exchange(slices, counts, self.group)
 
@@ -242,7 +287,7 @@ class Slices:
         """Start to gather the sums of all slices, in the payload if it is even."""
         rows = None
         if self._is_even:
-            rows = self.payload.view(len(self._nodes), self._width)
+            rows = self.payload.view(len(self._nodes), self.width)
         return comm.start_gathering(mine, group, rows)
 
     def put_together(self, rows: Tensor) -> None:

@@ -22,8 +22,9 @@ is gone at once, and leaves the loop open.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
 from minidp.trace import StepEvent
 
+from .audit import Audit
 from .averaging import TreeAveraging
 from .options import LogicalOptions
 from .partial_sums import Grads, PartialSums
@@ -128,6 +130,7 @@ class LogicalRanks(Observer):
         self._sync_buffers = sync_buffers
         self._partial = PartialSums(options.number, mine)
         self._rounds: Rounds = OneRound(self)
+        self.audit: Audit | None = None  # with audit_every
         self._averaging = TreeAveraging(
             reducer.queue.averaging, options.number, self._partial, communicator
         )
@@ -176,6 +179,8 @@ class LogicalRanks(Observer):
         self.options = replace(self.options, seed=seed)
         has_sparse = any(spec.sparse for spec in self._reducer.queue.specs)
         self._averaging.connect(has_sparse=has_sparse)
+        if self.audit is not None:
+            self.audit.connect()
 
     def each(self, step: int | None) -> Iterator[int]:
         """Return an iterator over the numbers of this rank's logical ranks.
@@ -211,21 +216,73 @@ class LogicalRanks(Observer):
         for now in self._rounds.of_step(step, self._partial, loop.start):
             self.step, self.block = now.step, now.leaves
             loop.begin_round()
-            for leaf in now.leaves:
-                loop.begin(leaf)
-                is_last = leaf == now.leaves[-1]
-                self._switch(enabled=is_last)
-                randomness.seed_all(now.seed, now.step, leaf)
-                observers.on_step_event(StepEvent.TURN_BEGIN, leaf)
-                yield leaf
-                if self._open is not loop:  # reset() was called meanwhile
-                    return
-                observers.on_step_event(StepEvent.TURN_END, leaf)
-                self._end_turn(loop, leaf, is_last=is_last)
+            yield from self._audited(loop, now)
+            if self._open is not loop:  # reset() was called meanwhile
+                return
         loop.start.end()
         self._partial.clear()
         self._close()
         self.step += 1
+        if self.audit is not None:
+            self.audit.judge()
+
+    def _audited(self, loop: _Loop, now: Round) -> Iterator[int]:
+        """Go through the logical ranks of a round, and those that are audited in it."""
+        audit = self.audit
+        if audit is None or not audit.begin(now.step):
+            yield from self._turns(loop, now)
+            return
+        turn = partial(self._extra_turn, loop, now)
+        yield from audit.before(loop.start, turn)
+        if self._open is loop:
+            yield from self._turns(loop, now)
+        if self._open is loop:
+            may_repeat = not loop.has_company
+            yield from audit.after(loop.start, turn, may_repeat=may_repeat)
+
+    def _turns(self, loop: _Loop, now: Round) -> Iterator[int]:
+        tell = self._reducer.queue.observers.on_step_event
+        for leaf in now.leaves:
+            is_last = leaf == now.leaves[-1]
+            self._begin_turn(loop, now, leaf, reduces=is_last)
+            tell(StepEvent.TURN_BEGIN, leaf)
+            yield leaf
+            if self._open is not loop:
+                return
+            tell(StepEvent.TURN_END, leaf)
+            self._end_turn(loop, leaf, is_last=is_last)
+            if self.audit is not None:
+                self.audit.has_left(leaf, loop.start.buffers)
+
+    def _begin_turn(self, loop: _Loop, now: Round, leaf: int, *, reduces: bool) -> None:
+        loop.begin(leaf)
+        self._switch(enabled=reduces)
+        randomness.seed_all(now.seed, now.step, leaf)
+
+    def _extra_turn(
+        self, loop: _Loop, now: Round, leaf: int
+    ) -> Generator[int, None, Grads | None]:
+        """Let the script do a logical rank for the audit, as if it had not been done.
+
+        Returns:
+            Its gradients, or None if `reset` was called meanwhile.
+        """
+        assert self.audit is not None
+        put_back = self.audit.set_aside(self)
+        self._begin_turn(loop, now, leaf, reduces=False)
+        yield leaf
+        if self._open is not loop:
+            return None
+        if not loop.arrived:
+            self._fail(
+                f"Logical rank {leaf} has ended without a backward.",
+                "run a backward() in each turn of the loop",
+            )
+        self._refuse_changes(loop, leaf)
+        grads = self._take(loop, leaf)
+        self._switch(enabled=True)
+        put_back()
+        return grads
 
     def _close(self) -> None:
         loop, self._open = self._open, None
@@ -245,7 +302,10 @@ class LogicalRanks(Observer):
             )
         self._refuse_changes(loop, leaf)
         if not is_last:
-            self._partial.add(leaf, self._take(loop, leaf))
+            grads = self._take(loop, leaf)
+            if self.audit is not None:
+                self.audit.has_computed(leaf, grads)
+            self._partial.add(leaf, grads)
         if leaf == 0:
             loop.start.keep_buffers()
 
@@ -353,6 +413,8 @@ class LogicalRanks(Observer):
         """
         self._partial.clear()
         self._averaging.let_go()
+        if self.audit is not None:
+            self.audit.abandon()
         if self._open is not None:
             self._open.start.end(as_before=True)
         self._close()
@@ -435,9 +497,15 @@ class _Loop:
         # Loops of several wrappers may be open at once, as by `zip`, and end in any
         # order. The first of them has found the script's numbers.
         other = next(iter(_open_loops), None)
+        self._began_with_company = other is not None
         self._outside: randomness.Numbers
         self._outside = randomness.Numbers() if other is None else other._outside
         _open_loops.add(self)
+
+    @property
+    def has_company(self) -> bool:
+        """Whether loops of other wrappers take turns with this one."""
+        return self._began_with_company or len(_open_loops) > 1
 
     def begin_round(self) -> None:
         """Begin a round, and drop what a reduction that failed has left in .grad."""

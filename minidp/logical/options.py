@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,14 @@ class LogicalOptions:
                     f"logical_ranks got a state with {name}={value!r}: pass what "
                     "model.logical_state returned."
                 )
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Which steps are audited, and what happens if ranks have computed other bits."""
+
+    every: int  # steps; the first one is audited
+    action: Literal["raise", "warn"] = "raise"
 
 
 def read(given: int | Mapping[str, Any], seed: int) -> LogicalOptions:

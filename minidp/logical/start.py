@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .digests import digests_of
 from .partial_sums import Grads
 
 
@@ -89,6 +90,47 @@ class Start:
         for owner, key, name in self._places():
             if name not in self._known:  # a forward has registered it
                 del owner._buffers[key]
+
+    def begin_again(self) -> Grads | None:
+        """Begin like the first logical rank, in which ``.grad`` may still be changed.
+
+        Returns:
+            What ``.grad`` held at the beginning, for each parameter.
+        """
+        self.restore()
+        noted, self._grads = self._grads, None
+        return noted
+
+    def began_with(self, grads: Grads | None) -> bool:
+        """Return whether ``.grad`` held these values at the beginning, bit for bit."""
+        pairs = list(zip(grads or (), self._grads or (), strict=False))
+        both = [(a, b) for a, b in pairs if a is not None and b is not None]
+        if sum(a is None and b is None for a, b in pairs) + len(both) < len(pairs):
+            return False
+        found = digests_of(dict(enumerate(a for a, _ in both)))
+        return found == digests_of(dict(enumerate(b for _, b in both)))
+
+    def set_aside(self) -> Grads:
+        """Return what ``.grad`` holds now, where nothing is left."""
+        found = [param.grad for param in self._params]
+        for param in self._params:
+            param.grad = None
+        return found
+
+    def put_back(self, grads: Grads) -> None:
+        """Let ``.grad`` be again what `set_aside` has returned."""
+        for param, grad in zip(self._params, grads, strict=True):
+            param.grad = grad
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that logical ranks restore or register, as they are."""
+        found = {}
+        for owner, key, name in self._places():
+            value = owner._buffers[key]
+            is_ours = name in self._first or name not in self._known
+            if is_ours and value is not None and not value.is_meta:
+                found[name] = value
+        return found
 
     def keep_buffers(self) -> None:
         """Keep the buffers of logical rank 0, which are the module's after the step."""

@@ -9,7 +9,7 @@ checksums, `rounding` the differences that are only rounding, `lasting` those th
 """
 
 from . import optimizers, parameters, scalers, standing, verify
-from .digest import SMALL_BYTES, digest_of, sum_of_bits
+from .digest import SMALL_BYTES, as_plain, digest_of, sum_of_bits
 from .drift import Doubts, ReplicaCheck
 from .objects import Survey
 from .parameters import DETOUR, ManagedParameters, check_data, check_writable, examine
@@ -20,6 +20,7 @@ __all__ = ["DETOUR", "SMALL_BYTES", "Doubts", "ManagedParameters"]
 __all__ += ["ReplicaCheck", "Survey"]
 __all__ += [
     "are_close_on_all_ranks",
+    "as_plain",
     "check_data",
     "check_writable",
     "digest_of",

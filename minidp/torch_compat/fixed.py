@@ -29,7 +29,7 @@ _FIXED = (
     *("bucket_bytes_cap", "bucket_bytes_cap_list", "bucket_bytes_cap_default"),
     *("mixed_precision", "average_over", "parameters_to_ignore", "process_group"),
     *("bucket_cap_mb", "bucket_cap_mb_list", "unsynced", "hang_timeout"),
-    *("check_replicas_every", "check_finite_grads"),
+    *("check_replicas_every", "check_finite_grads", "audit_every", "audit_action"),
 )
 
 

@@ -107,6 +107,7 @@ class DataParallel(data_parallel.DataParallel):
             (self._replication.check is not None, "check_replicas_every", past),
             (config.tunes, 'bucket_cap_mb="auto"', changes),
             (config.averages_items, 'average_over="items"', changes),
+            (bool(self._given.audit_every), "audit_every", changes),
             (self._logical is not None and not is_apart, "logical_ranks", alone),
             (any(spec.sparse for spec in specs), "a sparse gradient", dense),
         ):

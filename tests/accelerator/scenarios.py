@@ -465,6 +465,11 @@ def logical_ranks_and_views(run: Run) -> Tensors:
     return logical_ranks(run, 5, gradient_as_bucket_view=True)
 
 
+def audited_logical_ranks(run: Run) -> Tensors:
+    """The ranks compute logical ranks and sums again."""
+    return logical_ranks(run, 5, audit_every=1)
+
+
 OURS = (
     *(steps_in_backward, attached, items, replicas_checked, finite),
     *(items_on_two_devices, items_counted_on_another_device),
@@ -472,4 +477,5 @@ OURS = (
     *(automatic_buckets, lazy_buckets, views_of_lazy_buckets),
     *(recorded, speed_watched, made_fresh),
     *(logical_ranks, logical_ranks_with_several_sums, logical_ranks_and_views),
+    audited_logical_ranks,
 )

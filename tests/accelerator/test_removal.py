@@ -70,6 +70,7 @@ SIGNS = {
     "CommHookError": ("returned a future whose value is no tensor",),
     "InternalError": ("IN_FLIGHT -> FILLING is not allowed",),
     "ItemCountError": ("added to averages", "too large or NaN"),
+    "LogicalRankError": ("The audit of step",),
     "RuntimeError": ("Both events must be completed",),
     "ValueError": ("cannot convert float NaN", "Both events must be recorded"),
 }
@@ -161,6 +162,7 @@ COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
 OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
 
 SUMS = training(scenarios.logical_ranks_with_several_sums)
+AUDITS = training(scenarios.audited_logical_ranks)
 
 # Calls of C++ that order streams or keep memory.
 ORDERS_IN_CPP = re.compile(
@@ -306,6 +308,9 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "_LimitedJoin._get_num_nonjoined_procs wait_for_message": body(
             WAITS.test_join_reads_the_device_once_in_a_forward_if_its_group_has_no_other
         ),
+    },
+    "logical/audit.py": {
+        "Audit._add_up_again comm.wait_for_message": AUDITS,
     },
     "logical/averaging.py": {
         "StreamSum.__init__ accelerator.on_side_stream": body(

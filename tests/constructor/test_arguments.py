@@ -301,6 +301,8 @@ def test_signature_is_torchs_with_more_options():
         "bucket_layout": None,
         "average_over": "ranks",
         "logical_ranks": None,
+        "audit_every": 0,
+        "audit_action": "raise",
     }
     assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
 

@@ -48,7 +48,9 @@ ROOMS: dict[str, set[str]] = {
     "core": {"comm", "hooks", "shared_memory", "layout", "native"} | TOP,
     "replica": {"core", "hooks", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
-    "logical": {"core", "comm", "hooks", "shared_memory", "layout", "randomness"} | TOP,
+    "logical": {"replica", "core", "comm", "hooks", "shared_memory", "layout"}
+    | {"randomness"}
+    | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
