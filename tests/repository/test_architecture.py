@@ -59,7 +59,8 @@ ROOMS: dict[str, set[str]] = {
     "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
     | {"hooks", "shared_memory", "layout", "replica", "sync_batchnorm", "logical"}
     | TOP,
-    "torchft": {"data_parallel", "core", "comm", "shared_memory", "layout"} | TOP,
+    "torchft": {"data_parallel", "core", "comm", "shared_memory", "layout", "logical"}
+    | TOP,
     "attachment": {"data_parallel", "guard", "replica", "core", "hooks", "errors"},
     "swapping": {"data_parallel", "config", "console"},
     "report": {"overlap", "console"},
