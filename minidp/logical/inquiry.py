@@ -207,8 +207,13 @@ class Inquiry:
                     ].get(bucket, 0)
                     for shift, by_rank in votes.items()
                 }
+                adder = (owner - 1) % self._ranks
                 if {*received} != {*again.values()} or len({*received}) > 1:
                     self._judge_sum(owner, bucket, again, received, names_of[key])
+                elif self._details[adder].summed.get(bucket, 0) != received[0]:
+                    place = f"slice {owner} of bucket {bucket} in step {self._step}"
+                    text = f"In the audit it has added up {place} to another sum, once"
+                    self._name((adder,), f"{text}: {shortened(names_of[key])}")
 
     def _judge_sum(
         self,
@@ -228,7 +233,7 @@ class Inquiry:
             text = f"In the audit it has added up {place} to another sum"
             self._name(verdict.adders, f"{text}{which}")
         if len(verdict.receivers) == self._ranks and not self._has_owners:
-            text = f"Both got a sum of {place} that neither gets when adding up again"
+            text = f"They got a sum of {place} that nobody gets when adding up again"
             self._doubt(verdict.receivers, f"{text}{which}")
         elif len(verdict.receivers) == self._ranks:
             text = f"It has sent all ranks a wrong sum of {place}, or got wrong parts"

@@ -38,12 +38,14 @@ class Flip:
 class Once:
     """Calls a function in one call of many."""
 
-    def __init__(self, call: Callable[[torch.Tensor], None], *, lasts: bool) -> None:
-        self._call, self._lasts, self.calls = call, lasts, 0
+    def __init__(
+        self, call: Callable[[torch.Tensor], None], *, lasts: bool, after: int = 0
+    ) -> None:
+        self._call, self._lasts, self._after, self.calls = call, lasts, after, 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Call it, unless it was called already, and does not last."""
-        if self._lasts or not self.calls:
+        """Call it after so many calls, and then again only if it lasts."""
+        if self.calls == self._after or (self._lasts and self.calls > self._after):
             self._call(tensor)
         self.calls += 1
 
@@ -83,9 +85,24 @@ def in_buffer(module: nn.Module, flip: Flip, *, lasts: bool = False) -> Iterator
 
 
 @contextmanager
-def in_sum(flip: Flip, *, lasts: bool = False) -> Iterator[Any]:
-    """Let this rank add up its slice of a bucket to a wrong sum, for all ranks."""
-    add_up, once = Slices.add_up, Once(flip.hit, lasts=lasts)
+def sums_as_messages() -> Iterator[None]:
+    """Let new buckets not be in shared memory."""
+
+    def share(self: TreeAveraging, *_: Any, **__: Any) -> list[Any]:
+        self.no_shared_memory = "a test wants messages"
+        return []
+
+    with mock.patch.object(TreeAveraging, "share", share):
+        yield
+
+
+@contextmanager
+def in_sum(flip: Flip, *, lasts: bool = False, after: int = 0) -> Iterator[Any]:
+    """Let this rank add up its slice of a bucket to a wrong sum, for all ranks.
+
+    With ``after`` it adds up so many slices rightly before.
+    """
+    add_up, once = Slices.add_up, Once(flip.hit, lasts=lasts, after=after)
 
     def wrong(self: Slices, arrived: torch.Tensor) -> torch.Tensor:
         found = add_up(self, arrived)
