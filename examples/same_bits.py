@@ -7,8 +7,9 @@ r"""The same bits on one, two or three processes: logical ranks.
 
 A small convolutional net with dropout and batch norm is trained on noisy images, on six
 logical ranks, however many processes there are. The digest of the weights at the end is
-the same each time, also if --stop-after ends a run in between, and another number of
-processes goes on from its --checkpoint. Gloo on CPU; NCCL with a GPU per process.
+the same each time, also if --stop-after ends a run in the middle of an epoch, and
+another number of processes goes on from its --checkpoint. Gloo on CPU; NCCL with a GPU
+per process.
 """
 
 import argparse
@@ -22,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from minidp import DataParallel as DDP
 
@@ -56,23 +56,32 @@ class Stripes(Dataset[tuple[Tensor, int]]):
         return (image + 0.5 * torch.randn(12, 12))[None], index % 4
 
 
-def loader_of(leaf: int, epoch: int) -> DataLoader[tuple[Tensor, int]]:
-    """Return the samples of one logical rank, whichever process asks for them."""
-    dataset = Stripes()
-    sampler = DistributedSampler[Any](dataset, LOGICAL_RANKS, rank=leaf)
-    sampler.set_epoch(epoch)
-    # Workers draw the noise; without this their seeds would be those of the process.
-    seeds = torch.Generator().manual_seed(1000 * epoch + leaf)
-    return DataLoader(dataset, BATCH, sampler=sampler, num_workers=1, generator=seeds)
+class Batches(Dataset[list[Tensor]]):
+    """The samples of a logical rank in a step, whichever process asks for them."""
+
+    def __init__(self) -> None:
+        self.images = Stripes()
+
+    def __getitem__(self, where: tuple[int, int]) -> list[Tensor]:
+        step, leaf = where
+        epoch, k = divmod(step, len(self.images) // (LOGICAL_RANKS * BATCH))
+        drawn = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(self.images), generator=drawn)
+        mine = order[(LOGICAL_RANKS * k + leaf) * BATCH :][:BATCH].tolist()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash(where))  # from which the noise is drawn
+            return default_collate([self.images[i] for i in mine])
 
 
-def train_epoch(model: DDP, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Train one epoch."""
-    batches = {leaf: iter(loader_of(leaf, epoch)) for leaf in model.logical_block}
-    for _ in range(len(Stripes()) // LOGICAL_RANKS // BATCH):
+def train(model: DDP, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train some steps; a worker process makes the batches."""
+    mine = [(step, leaf) for step in steps for leaf in model.logical_block]
+    batches: Any = Batches()
+    loader = iter(DataLoader(batches, sampler=mine, batch_size=None, num_workers=1))
+    for _ in steps:
+        ready = {leaf: next(loader) for leaf in model.logical_block}
         for leaf in model.each_logical_rank():
-            images, labels = next(batches[leaf])
-            images, labels = images.to(model.device), labels.to(model.device)
+            images, labels = (each.to(model.device) for each in ready[leaf])
             # The last one averages over all logical ranks.
             cross_entropy(model(images), labels).backward()
         optimizer.step()
@@ -82,9 +91,9 @@ def train_epoch(model: DDP, optimizer: torch.optim.Optimizer, epoch: int) -> Non
 def main() -> None:
     """Train, or go on with a checkpoint; print the digest."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--stop-after", type=int, default=5, help="so many epochs")
+    parser.add_argument("--stop-after", type=int, default=50, help="so many steps")
     parser.add_argument("--checkpoint", type=Path, help="save here, and go on from it")
-    parser.add_argument("--smoke", action="store_true", help="1 epoch")
+    parser.add_argument("--smoke", action="store_true", help="10 steps")
     options = parser.parse_args()
     device = join_group()
     torch.set_num_threads(1)  # their number changes bits
@@ -101,17 +110,16 @@ def main() -> None:
         net.load_state_dict(saved["net"])
         optimizer.load_state_dict(saved["optimizer"])
     model = DDP(net, logical_ranks=saved.get("logical", LOGICAL_RANKS))
-    end = 1 if options.smoke else options.stop_after
-    for epoch in range(saved.get("epoch", 0), end):
-        train_epoch(model, optimizer, epoch)
+    end = 10 if options.smoke else options.stop_after
+    train(model, optimizer, range(model.logical_state["first_step"], end))
     if dist.get_rank() == 0:
         state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
         if options.checkpoint:
-            more = {"logical": model.logical_state, "epoch": end}
+            more = {"logical": model.logical_state}
             torch.save(state | more, options.checkpoint)
         values = [each.cpu().numpy().tobytes() for each in state["net"].values()]
         digest = hashlib.sha256(b"".join(values)).hexdigest()[:16]
-        print(f"{dist.get_world_size()} processes, {end} epochs: digest {digest}")
+        print(f"{dist.get_world_size()} processes, {end} steps: digest {digest}")
     dist.destroy_process_group()
 
 

@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "random numbers do not depend on the logical rank",
-        "randomness.seed_all(self.options.seed, step, leaf)",
+        "randomness.seed_all(now.seed, now.step, leaf)",
         "randomness.seed_all(self.options.seed, step, self.block[0])",
         first="logical_ranks",
     ),
@@ -324,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "an audit takes the gradients of the wrong logical rank",
-        "if self._now is not None and self._now.is_last:",
-        "if self._now is not None:",
+        "self._now is not None and self._now.is_last",
+        "self._now is not None",
         first="logical_ranks/test_audit.py",
     ),
     Mutant(
@@ -348,8 +348,8 @@ MUTANTS = [
     ),
     Mutant(
         "an audit names the rank that is right",
-        "if value != thirds[0])",
-        "if value == thirds[0])",
+        "if value != thirds[0]",
+        "if value == thirds[0]",
         first="logical_ranks/test_audit.py",
     ),
     Mutant(

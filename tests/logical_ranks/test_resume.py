@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.logical_ranks.trainings import batch, net, wrapped
 from tests.support.both import same
@@ -70,3 +71,54 @@ def test_what_else_changes_bits_is_named(pool):
     (half, *_) = pool.run(train, 2, 1, None)
     for texts in pool.run(warned, 2, half):
         assert sum("will not have the bits" in text for text in texts) == 1
+
+
+IMAGES = [torch.full((12,), float(i)) for i in range(80)]
+
+
+class Batches:
+    """The recipe of the room's README: samples by step and logical rank."""
+
+    def __getitem__(self, where):
+        step, leaf = where
+        epoch, k = divmod(step, len(IMAGES) // (NUMBER * 3))
+        order = torch.randperm(80, generator=torch.Generator().manual_seed(epoch))
+        mine = order[(NUMBER * k + leaf) * 3 :][:3].tolist()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hash(where))
+            return torch.stack([IMAGES[i] / 80 + torch.rand(12) for i in mine])
+
+
+def train_by_loader(ctx, end, saved):
+    module = net()
+    if saved is not None:
+        module.load_state_dict(saved["model"])
+    logical = NUMBER if saved is None else saved["logical"]
+    model = wrapped(ctx, module, logical, audit_every=2)
+    first = model.logical_state["first_step"]
+    mine = [(step, leaf) for step in range(first, end) for leaf in model.logical_block]
+    batches = Batches()
+    loader = iter(DataLoader(batches, sampler=mine, batch_size=None))
+    foreign = 0
+    for step in range(first, end):
+        ready = {leaf: next(loader) for leaf in model.logical_block}
+        for leaf in model.each_logical_rank():
+            foreign += leaf not in ready
+            x = ready[leaf] if leaf in ready else batches[step, leaf]
+            model(x).square().mean().backward()
+        with torch.no_grad():
+            for param in module.parameters():
+                param -= 0.1 * param.grad
+                param.grad = None
+    assert foreign == (0 if ctx.world_size == 1 else len(range(first, end)) // 2)
+    return {"model": module.state_dict(), "logical": model.logical_state}
+
+
+@pytest.mark.filterwarnings("ignore")  # with one rank there is nobody to audit
+def test_in_the_middle_of_an_epoch_with_audits(pool):
+    (whole, *_) = pool.run(train_by_loader, 1, 8, None)
+    (half, *_) = pool.run(train_by_loader, 2, 2, None)  # an epoch has four steps
+    for size in (1, 3, 4):
+        (found, *_) = pool.run(train_by_loader, size, 8, half)
+        values = [list(each["model"].values()) for each in (whole, found)]
+        assert same(*values), f"{size} ranks"
