@@ -29,6 +29,7 @@ from minidp import DataParallel as DDP
 
 LOGICAL_RANKS = 6  # into which each step is divided
 BATCH = 8  # images for each of them
+IMAGES = 480  # of an epoch
 
 
 def join_group() -> torch.device:
@@ -43,41 +44,31 @@ def join_group() -> torch.device:
     return device
 
 
-class Stripes(Dataset[tuple[Tensor, int]]):
-    """Images with stripes in one of four directions, and noise that is drawn anew."""
-
-    def __len__(self) -> int:
-        return 480
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        x, y = torch.arange(12)[:, None], torch.arange(12)
-        lines = (x + 0 * y, y + 0 * x, x + y, x - y)[index % 4]
-        image = ((lines + index // 4) % 4 < 2).float()
-        return (image + 0.5 * torch.randn(12, 12))[None], index % 4
+def image_of(index: int) -> tuple[Tensor, int]:
+    """Return stripes in one of four directions, and noise that is drawn anew."""
+    x, y = torch.arange(12)[:, None], torch.arange(12)
+    lines = (x + 0 * y, y + 0 * x, x + y, x - y)[index % 4]
+    image = ((lines + index // 4) % 4 < 2).float()
+    return (image + 0.5 * torch.randn(12, 12))[None], index % 4
 
 
-class Batches(Dataset[list[Tensor]]):
+class Batches(Dataset[Any]):
     """The samples of a logical rank in a step, whichever process asks for them."""
 
-    def __init__(self) -> None:
-        self.images = Stripes()
-
-    def __getitem__(self, where: tuple[int, int]) -> list[Tensor]:
+    def __getitem__(self, where: Any) -> Any:
         step, leaf = where
-        epoch, k = divmod(step, len(self.images) // (LOGICAL_RANKS * BATCH))
-        drawn = torch.Generator().manual_seed(epoch)
-        order = torch.randperm(len(self.images), generator=drawn)
+        epoch, k = divmod(step, IMAGES // (LOGICAL_RANKS * BATCH))
+        order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(epoch))
         mine = order[(LOGICAL_RANKS * k + leaf) * BATCH :][:BATCH].tolist()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(hash(where))  # from which the noise is drawn
-            return default_collate([self.images[i] for i in mine])
+            return default_collate([image_of(i) for i in mine])
 
 
 def train(model: DDP, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Train some steps; a worker process makes the batches."""
     mine = [(step, leaf) for step in steps for leaf in model.logical_block]
-    batches: Any = Batches()
-    loader = iter(DataLoader(batches, sampler=mine, batch_size=None, num_workers=1))
+    loader = iter(DataLoader(Batches(), None, sampler=mine, num_workers=1))
     for _ in steps:
         ready = {leaf: next(loader) for leaf in model.logical_block}
         for leaf in model.each_logical_rank():
@@ -115,8 +106,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
         if options.checkpoint:
-            more = {"logical": model.logical_state}
-            torch.save(state | more, options.checkpoint)
+            torch.save(state | {"logical": model.logical_state}, options.checkpoint)
         values = [each.cpu().numpy().tobytes() for each in state["net"].values()]
         digest = hashlib.sha256(b"".join(values)).hexdigest()[:16]
         print(f"{dist.get_world_size()} processes, {end} steps: digest {digest}")

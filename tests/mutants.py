@@ -293,7 +293,7 @@ MUTANTS = [
     Mutant(
         "random numbers do not depend on the logical rank",
         "randomness.seed_all(now.seed, now.step, leaf)",
-        "randomness.seed_all(self.options.seed, step, self.block[0])",
+        "randomness.seed_all(now.seed, now.step, now.leaves[0])",
         first="logical_ranks",
     ),
     Mutant(
@@ -348,8 +348,8 @@ MUTANTS = [
     ),
     Mutant(
         "an audit names the rank that is right",
-        "if value != thirds[0]",
-        "if value == thirds[0]",
+        "value != thirds[0]",
+        "value == thirds[0]",
         first="logical_ranks/test_audit.py",
     ),
     Mutant(
