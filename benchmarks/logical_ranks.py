@@ -13,20 +13,25 @@ many is, and the mean step is computed from both (the others are those of logica
 ranks). All ranks train on the same data here, so that a logical rank has the same
 gradients wherever it is computed.
 
-Targets: a step with logical ranks takes at most 1.05 times one of plain accumulation;
-with audit_every="auto" at most 1.01 times one without audits.
+Two cells are on links of 1 Gbit/s (they need root), without shared memory: what do the
+messages of sums in the order of the tree cost beside those of an all-reduce?
+
+Targets: a step with logical ranks takes at most 1.05 times one of plain accumulation,
+and 1.10 times on a link; with audit_every="auto" at most 1.01 times one without audits.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from support.estimates import Estimate
+from support.links import Link, why_not
 from support.models import NETS, make
 from support.ranks import run_ranks
 from support.report import (
@@ -45,11 +50,36 @@ import minidp
 from minidp.config import AUDIT_STEPS
 
 MODELS = ("small", "mlp", "transformer")
-# Ranks, and logical ranks for each of them.
-CELLS = ((1, 4), (2, 4), (2, 3), (2, 1))
+
+
+class Cell(NamedTuple):
+    """How many ranks there are, how many logical ranks for each, and their link."""
+
+    ranks: int
+    count: int
+    link: Link | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models: on a link one whose messages take most of the time."""
+        return MODELS if self.link is None else ("mlp",)
+
+    @property
+    def limit(self) -> float:
+        """The target: this ratio at most."""
+        return 1.05 if self.link is None else 1.10
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        where = f" on links of {self.link}" if self.link else ""
+        return f"{ranks}, {self.count * self.ranks} logical ranks{where}"
+
+
+LINKED = (Cell(3, 1, Link(1.0)), Cell(4, 2, Link(1.0)))
+CELLS = (Cell(1, 4), Cell(2, 4), Cell(2, 3), Cell(2, 1))
 PLAIN, AGAIN, LOGICAL = "no_sync()", "no_sync() again", "logical ranks"
 AUDITED = "an audited step"
-LIMIT, LIMIT_OF_AUDIT = 1.05, 1.01
+LIMIT_OF_AUDIT = 1.01
 
 
 class Accumulates(nn.Module):
@@ -110,23 +140,23 @@ def _with_audits(audited: Estimate) -> Estimate:
     return Estimate(*(1 + (number - 1) / AUDIT_STEPS for number in numbers))
 
 
-def _measure(model: str, plan: Plan, count: int, *, smoke: bool) -> Measured:
+def _measure(model: str, plan: Plan, cell: Cell, *, smoke: bool) -> Measured:
     """Measure one model, on every rank."""
+    if cell.link is not None:
+        os.environ["MINIDP_SHARED_MEMORY"] = "0"
     net = make(NETS[model], smoke=smoke)
-    plain = functools.partial(Accumulates, count=count)
-    logical = functools.partial(HasLogicalRanks, count=count)
+    plain = functools.partial(Accumulates, count=cell.count)
+    logical = functools.partial(HasLogicalRanks, count=cell.count)
     everyone = [
         Implementation(PLAIN, plain, PLAIN),
         Implementation(AGAIN, plain, PLAIN),
         Implementation(LOGICAL, logical, PLAIN, is_exact=False),
     ]
-    size = dist.get_world_size()
-    if size > 1:
+    if cell.ranks > 1 and cell.link is None:
         audited = functools.partial(logical, audit_every=1)
         everyone.append(Implementation(AUDITED, audited, PLAIN, is_exact=False))
-    ranks = f"{size} rank{'s' if size > 1 else ''}"
-    title = f"{net.title}; {ranks}, {count * size} logical ranks"
-    return SameData(title, everyone, net, plan).run()
+    title = f"{net.title}; {cell}"
+    return SameData(title, everyone, net, plan, link=cell.link).run()
 
 
 def main() -> int:
@@ -135,12 +165,19 @@ def main() -> int:
     report = Report(args, "What logical ranks cost", backend=CPU_BACKEND, timed=TIMED)
     plan = Plan.of(args.seconds, smoke=args.smoke)
     found = []
-    for size, count in CELLS[1:] if args.smoke else CELLS:
-        for model in MODELS[:1] if args.smoke else MODELS:
+    cells = CELLS[1:] if args.smoke else CELLS
+    if reason := why_not():
+        report.show(f"The cells on links are skipped: {reason}.")
+    else:
+        cells += LINKED
+    for cell in cells:
+        for model in cell.models[:1] if args.smoke else cell.models:
             task: Callable[..., Measured] = functools.partial(
                 _measure, smoke=args.smoke
             )
-            measured: Measured = run_ranks(task, size, model, plan, count)
+            measured: Measured = run_ranks(
+                task, cell.ranks, model, plan, cell, link=cell.link
+            )
             found.append(measured)
             columns = [*STEP_COLUMNS, f"step /\n{PLAIN} (95%)", "#wrong"]
             rows = [
@@ -154,7 +191,7 @@ def main() -> int:
             report.show(table(measured.title, measured.facts, columns, rows))
             report.count_wrong(measured.wrong.values())
             ratio = measured.ratio(LOGICAL, PLAIN)
-            verdicts = [Verdict(measured.title, ratio, LIMIT)]
+            verdicts = [Verdict(measured.title, ratio, cell.limit)]
             if AUDITED in measured.times:
                 what = f"{measured.title}, with an audit in {AUDIT_STEPS} steps"
                 mean = _with_audits(measured.ratio(AUDITED, LOGICAL))

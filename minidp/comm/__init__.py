@@ -68,7 +68,16 @@ from .stores import (
     read_json,
     warn_without_store,
 )
-from .work import FutureWork, NoWork, Work, is_waiting, then, wait_for, waiting
+from .work import (
+    FutureWork,
+    NoWork,
+    Work,
+    is_python_group,
+    is_waiting,
+    then,
+    wait_for,
+    waiting,
+)
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -109,6 +118,7 @@ __all__ = [
     "is_done_within",
     "is_initialized",
     "is_plain_gloo",
+    "is_python_group",
     "is_waiting",
     "joined_group",
     "keep_for_good",

@@ -176,7 +176,9 @@ def start_exchange(
 ) -> tuple[torch.Tensor, Work]:
     """Start to send rows to each rank, and to get those that are meant for this one.
 
-    All ranks of the group must call it, in the same order.
+    All ranks of the group must call it, in the same order. A group that is written in
+    Python and has no all-to-all gathers all rows of all ranks instead, which is as many
+    times the bytes as there are ranks.
 
     Args:
         slices: What to send, of shape (ranks, rows, elements): to rank r goes row r.
@@ -193,10 +195,49 @@ def start_exchange(
     to_send = [slices[0].numel()] * ranks
     to_get = [count * width for count in counts]
     options = dist.AllToAllOptions()
-    work: Work = group.alltoall_base(
-        arrived.view(-1), slices.view(-1), to_get, to_send, options
-    )
-    return arrived, work
+    message = arrived.view(-1), slices.view(-1), to_get, to_send, options
+    if not is_python_group(group):
+        return arrived, group.alltoall_base(*message)
+    try:
+        return arrived, PythonWork(group.alltoall_base(*message))
+    except RuntimeError:  # the Python group has no all-to-all, on all ranks alike
+        return arrived, GatheredExchange(slices, counts, group, arrived)
+
+
+class GatheredExchange:
+    """What `start_exchange` starts in a group without all-to-all, as a work.
+
+    Args:
+        slices: What this rank sends.
+        counts: How many rows each rank sends, by rank.
+        group: The process group.
+        arrived: What is written when this is waited for.
+    """
+
+    def __init__(
+        self,
+        slices: torch.Tensor,
+        counts: Sequence[int],
+        group: ProcessGroup,
+        arrived: torch.Tensor,
+    ) -> None:
+        ranks, mine, width = slices.shape
+        padded = slices.new_zeros(ranks, max(counts), width)
+        padded[:, :mine] = slices
+        self._rows, self._work = start_gathering(padded.view(-1), group)
+        self._shape, self._rank = padded.shape, group.rank()
+        self._counts, self._arrived = counts, arrived
+        self.get_future = self._work.get_future
+        self.is_completed = self._work.is_completed
+
+    def wait(self) -> None:
+        """Wait for the rows of all ranks, and keep those for this rank."""
+        self._work.wait()
+        found = [
+            row.view(self._shape)[self._rank, :count]
+            for row, count in zip(self._rows, self._counts, strict=True)
+        ]
+        torch.cat(found, out=self._arrived)
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -166,6 +166,8 @@ class TreeAveraging(Averaging):
         slices = kind(payload, pieces, self._nodes, self._leaves, group)
         if isinstance(slices, Slices) and not payload.is_cpu:
             return StreamSum(slices)
+        if comm.is_python_group(group):
+            return WaitedSum(slices)
         self._before = HostSum(slices, self._before)
         return self._before
 
@@ -326,6 +328,46 @@ class StreamSum:
     def wait(self) -> None:
         """Let the current stream wait for the sum."""
         self._end.hold_back()
+
+
+class WaitedSum:
+    """The sum of a bucket in a group that is written in Python, as a work.
+
+    Such a group need not tell whether a message has come. So its second message goes
+    when the backward is over, and the sum is waited for: in the order of buckets, and
+    on all ranks after the first messages of all buckets.
+
+    Args:
+        slices: The bucket.
+    """
+
+    def __init__(self, slices: Slices | SparsePieces) -> None:
+        self._slices = slices
+        self._future: Future[Any] = Future()
+        self._arrived, self._first = slices.exchange()
+
+    def is_completed(self) -> bool:
+        """Return whether the sum was waited for."""
+        return self._future.done()
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Return `is_completed` at once, because such a group has no limited wait."""
+        return self.is_completed()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of None, which only `wait` completes."""
+        return self._future
+
+    def wait(self) -> None:
+        """Wait until the sum is in the payload."""
+        if self.is_completed():
+            return
+        slices = self._slices
+        comm.wait_for(self._first)
+        rows, second = slices.gather(slices.add_up(self._arrived), slices.group)
+        comm.wait_for(second)
+        slices.put_together(rows)
+        self._future.set_result(None)
 
 
 class HostSum:

@@ -453,7 +453,7 @@ class Quorum:
         manager = self.manager
         error, was_behind = manager.errored() or manager._pg.errored(), manager._healing
         why = str(error).partition("\n")[0]  # the lines below it are a traceback
-        logger.info("Step %d is repeated with the survivors: %s", self.step, why)
+        logger.info("Step %d is repeated with the survivors: %s", self.step_now, why)
         # The answer is no. But it lets the next quorum get a new group.
         manager.should_commit()
         manager.start_quorum()
