@@ -271,7 +271,7 @@ def main() -> None:
     wrong = [step for step, found in job.digests.items() if found != {alone[step]}]
     print(f"one process alone:  digest {alone[-1]} after {steps} steps")
     through = job.digests.get(steps - 1, {"none"})
-    print(f"through {job.num_killed} deaths:   digest {' '.join(through)}")
+    print(f"with deaths ({job.num_killed}):    digest {' '.join(through)}")
     print(f"{len(job.digests)} steps compared; differ: {wrong or 'none'}")
     sys.exit(bool(wrong) or len(job.digests) < steps or not job.num_killed)
 

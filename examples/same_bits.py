@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+import minidp
 from minidp import DataParallel as DDP
 
 LOGICAL_RANKS = 6  # into which each step is divided
@@ -60,8 +61,7 @@ class Batches(Dataset[Any]):
         epoch, k = divmod(step, IMAGES // (LOGICAL_RANKS * BATCH))
         order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(epoch))
         mine = order[(LOGICAL_RANKS * k + leaf) * BATCH :][:BATCH].tolist()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash(where))  # from which the noise is drawn
+        with minidp.seeded(step, leaf):  # from which the noise is drawn
             return default_collate([image_of(i) for i in mine])
 
 

@@ -85,6 +85,7 @@ from .errors import (
     UnsyncedGradientsError,
 )
 from .hooks import GradBucket
+from .randomness import seeded
 from .recording import Recording, record
 from .speed import watch_speed
 from .swapping import swap, swapped
@@ -100,6 +101,7 @@ __all__ = [  # noqa: RUF022
     "SyncBatchNorm",
     "record",
     "watch_speed",
+    "seeded",
     "comm_hooks",
     "Attachment",
     "GradBucket",

@@ -278,10 +278,16 @@ class Inquiry:
             sentences.append("step_in_backward() has applied the gradients already.")
         since = "a checkpoint from before this step"
         if last_good is not None:
-            since = f"a checkpoint of step {last_good} or earlier, the last good audit"
+            since = (
+                f"a checkpoint whose logical_state has first_step {last_good} or less "
+                f"(step {last_good} had the last good audit)"
+            )
         remedy = (
-            "compare settings, libraries and hardware of these ranks; if they are "
-            f"alike, do without the host, and go on from {since}"
+            "look at the script first: do samples depend on step and logical rank only,"
+            " also what workers, random and numpy draw, and does nothing change "
+            "parameters or the optimizer on one rank only? Then compare settings, "
+            "libraries and hardware of these ranks; if they are alike, do without that "
+            f"device, and go on from {since}"
         )
         if self._is_script and not self._named:
             remedy = (

@@ -46,7 +46,7 @@ from minidp.logical import (
 )
 from minidp.shared_memory import SharedBuffer
 
-from .quorum import ATTEMPTS, Quorum, Sum
+from .quorum import ATTEMPTS, OverReplicas, Quorum, Sum
 
 
 class Shares(NamedTuple):
@@ -271,7 +271,7 @@ def _nodes_of(codes: Sequence[int]) -> Iterator[Node]:
             yield Node(code - 1, first >> (code - 1))
 
 
-class TreeOfReplicas(TreeAveraging):
+class TreeOfReplicas(OverReplicas, TreeAveraging):
     """Averages over logical ranks that replicas have shared out.
 
     Args:
@@ -291,32 +291,18 @@ class TreeOfReplicas(TreeAveraging):
         before: Averaging = reducer.queue.averaging
         leaves = rounds.shares.leaves
         super().__init__(before, leaves, partial, reducer.communicator)
-        self._rounds, self._quorum = rounds, quorum
         self.no_shared_memory = "the manager reduces the buckets"
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """This replica's index among those in the last quorum, and their number."""
-        return self._quorum.seat
-
-    def share(self, *_args: Any, **_options: Any) -> list[SharedBuffer]:
-        """Return [], because no bucket lies in shared memory here."""
-        return []
-
-    def begin(self) -> None:
-        """Begin a backward, for which the layout may change."""
-        self._quorum.begin()
-        super().begin()
+        self._rounds, self.quorum = rounds, quorum
 
     def reduce(
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> Work:
         """Start to add up a bucket over the replicas, in place."""
-        _, size = self._quorum.place
+        _, size = self.quorum.place
         nodes = [self._rounds.shares.nodes(replica) for replica in range(size)]
         pieces = self._partial.pieces(plan, payload)
-        slices = Slices(payload, pieces, nodes, self._leaves, self._quorum.group)
-        work: Any = TreeSum(self._quorum, slices)
+        slices = Slices(payload, pieces, nodes, self._leaves, self.quorum.group)
+        work: Any = TreeSum(self.quorum, slices)
         return cast("Work", work)
 
 

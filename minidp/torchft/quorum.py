@@ -20,9 +20,10 @@ from torch.distributed import ReduceOp
 
 from minidp.accelerator import After, current_stream, has_streams
 from minidp.comm import all_reduce, waiting
-from minidp.core import Reducer, decode_layout, encode_layout
+from minidp.core import Averaging, Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
+from minidp.shared_memory import SharedBuffer
 
 from .agreement import Agreement
 
@@ -179,6 +180,32 @@ class Sum:
         # The manager's own future completes only when somebody waits for its work.
         inner = getattr(self.work, "_work", self.work)
         inner.get_future().add_done_callback(call)
+
+
+class OverReplicas(Averaging):
+    """What averages over replicas have in common, whatever their order.
+
+    Whoever is this must set `quorum` at the end of the constructor.
+    """
+
+    quorum: Quorum
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index among those in the last quorum, and their number."""
+        return self.quorum.seat
+
+    def share(self, *_args: Any, **_options: Any) -> list[SharedBuffer]:
+        """Return [], because no bucket lies in shared memory here."""
+        return []
+
+    def begin(self) -> None:
+        """Wait for the quorum, and fix the divisor of this backward.
+
+        This may replace the buckets, none of which is filled yet.
+        """
+        self.num_contributors = self.quorum.begin()
+        super().begin()
 
 
 class Quorum:

@@ -23,12 +23,11 @@ from typing import Any
 from torch import nn
 
 from minidp import data_parallel
-from minidp.core import Averaging, Observer, Reducer
+from minidp.core import Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
-from minidp.shared_memory import SharedBuffer
 
 from .logical import ReplicaRounds, TreeOfReplicas
-from .quorum import Quorum, ReplicaGroup
+from .quorum import OverReplicas, Quorum, ReplicaGroup
 
 
 class DataParallel(data_parallel.DataParallel):
@@ -92,7 +91,10 @@ class DataParallel(data_parallel.DataParallel):
             ValueError: The model or an option is such a thing.
         """
         config, specs = reducer.queue.config, reducer.queue.specs
-        is_apart = manager._use_async_quorum and manager._group_world_size == 1
+        has_logical = self._logical is not None
+        cannot_repeat = has_logical and not (
+            manager._use_async_quorum and manager._group_world_size == 1
+        )
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
         skips = "skip_all_reduce_unused_params"
@@ -108,7 +110,7 @@ class DataParallel(data_parallel.DataParallel):
             (config.tunes, 'bucket_cap_mb="auto"', changes),
             (config.averages_items, 'average_over="items"', changes),
             (bool(self._given.audit_every), "audit_every", changes),
-            (self._logical is not None and not is_apart, "logical_ranks", alone),
+            (cannot_repeat, "logical_ranks", alone),
             (any(spec.sparse for spec in specs), "a sparse gradient", dense),
         ):
             if is_wanted:
@@ -172,32 +174,15 @@ def _refuse(what: str, why: str) -> None:
     )
 
 
-class _ByContributors(Averaging):
+class _ByContributors(OverReplicas):
     """Divide by the number of contributors in the quorum."""
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         batched = reducer.queue.config.batched_grad_copy
         device = reducer.queue.specs[0].device
         super().__init__(reducer.communicator, device, batched=batched)
-        self._quorum = quorum
         self.no_shared_memory = "the manager reduces the buckets"
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """This replica's index among those in the last quorum, and their number."""
-        return self._quorum.seat
-
-    def share(self, *_args: Any, **_options: Any) -> list[SharedBuffer]:
-        """Return [], because no bucket lies in shared memory here."""
-        return []
-
-    def begin(self) -> None:
-        """Wait for the quorum, and fix the divisor of this backward.
-
-        This may replace the buckets, none of which is filled yet.
-        """
-        self.num_contributors = self._quorum.begin()
-        super().begin()
+        self.quorum = quorum
 
 
 class _Commits(Observer):

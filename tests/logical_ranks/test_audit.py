@@ -319,7 +319,7 @@ def test_a_flip_in_a_gradient(pool, size, number, where):
         assert "gradients" in text
         assert "4.weight" in text
         assert "0.weight" not in text
-        assert "step 1 or earlier" in text
+        assert "first_step 1 or less" in text
 
 
 @pytest.mark.parametrize("lasts", [False, True])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import minidp
 from tests.logical_ranks.trainings import batch, net, wrapped
 from tests.support.both import same
 
@@ -84,9 +86,9 @@ class Batches:
         epoch, k = divmod(step, len(IMAGES) // (NUMBER * 3))
         order = torch.randperm(80, generator=torch.Generator().manual_seed(epoch))
         mine = order[(NUMBER * k + leaf) * 3 :][:3].tolist()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash(where))
-            return torch.stack([IMAGES[i] / 80 + torch.rand(12) for i in mine])
+        with minidp.seeded(step, leaf):
+            noise = torch.rand(12) + random.random() + np.random.rand()
+            return torch.stack([IMAGES[i] / 80 + noise for i in mine])
 
 
 def train_by_loader(ctx, end, saved):
@@ -105,7 +107,7 @@ def train_by_loader(ctx, end, saved):
         for leaf in model.each_logical_rank():
             foreign += leaf not in ready
             x = ready[leaf] if leaf in ready else batches[step, leaf]
-            model(x).square().mean().backward()
+            (model(x).square().mean() * random.random()).backward()
         with torch.no_grad():
             for param in module.parameters():
                 param -= 0.1 * param.grad

@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
         "errors",
     }
     | {
+        "randomness",
         "recording",
         "report",
         "speed",

@@ -98,7 +98,7 @@ def test_replicas_on_the_device(ctx, way):
 # A wait that is taken out, and the way in which its loss shows.
 WAITS = {
     "Sum.end self.work.wait": "default",
-    "Sum.end ended.hold_back": "mixed_nodes",
+    "Sum._on_stream ended.hold_back": "mixed_nodes",
 }
 
 

@@ -521,6 +521,7 @@ class Alone:
 
     def __init__(self):
         self._user_state_dicts, self._quorum_future = {"model": None}, None
+        self._use_async_quorum, self._group_world_size = True, 2
 
     def register_state_dict_fn(self, key, load, save):
         assert key not in self._user_state_dicts  # as torchft's
