@@ -46,6 +46,7 @@ NOT_TRIED = {
     "comm/collectives.py GatheredSum.": "sparse tensors are not simulated",
     "core/sparse_bucket.py": "sparse tensors are not simulated",
     "comm/collectives.py barrier wait_for (2)": "groups written in Python, on the CPU",
+    "comm/collectives.py GatheredExchange.": "groups written in Python, on the CPU",
     "comm/work.py PythonWork.": "groups written in Python, on the CPU",
     "comm/work.py FutureWork.is_done_within": "a wait of the host, with a limit",
     "comm/communicator.py Communicator.wait work.wait": "waits of the CPU's groups",
@@ -59,6 +60,7 @@ NOT_TRIED = {
     "guard/comparison.py": "messages of the store",
     "hang/": "threads and messages of the host",
     "logical/averaging.py HostSum.": "the CPU's sums",
+    "logical/averaging.py WaitedSum.": "the CPU's sums, of groups written in Python",
     "sync_batchnorm.py": "layers on a device are torch's own",
     "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
 }
