@@ -1,6 +1,6 @@
 """What do logical ranks cost? Time steps with them beside plain accumulation.
 
-    python benchmarks/logical_ranks.py                    # 5 minutes
+    python benchmarks/logical_ranks.py                    # 10 minutes
     python benchmarks/logical_ranks.py --smoke            # does it run? no numbers
 
 Every implementation does the same forwards and backwards on each rank: one accumulates

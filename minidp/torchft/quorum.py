@@ -57,6 +57,15 @@ def require_known(version: str) -> None:
 require_known(metadata.version("torchft"))
 
 
+def decides_alone(manager: Any) -> bool:
+    """Return whether this process may repeat a step without asking any other one.
+
+    With a synchronous quorum its gradients would be those of other parameters. And if
+    the replica has several processes, another one may have noticed no error.
+    """
+    return bool(manager._use_async_quorum and manager._group_world_size == 1)
+
+
 class Rank(int):
     """The rank 0, whose text names the replica, so that errors say which one it is."""
 
@@ -488,14 +497,12 @@ class Quorum:
 
     def _may_repeat(self) -> bool:
         """Return whether a failed backward can be summed again, from ``.grad``."""
-        # Views of buckets hold partial sums by now, and with create_graph=True the sums
-        # have a history. With a synchronous quorum, or if this replica was catching up,
-        # its gradients are of other parameters than it would have then. And if the
-        # replica has several processes, another one may have noticed no error.
+        # Logical ranks repeat by themselves. Views of buckets hold partial sums by now,
+        # and with create_graph=True the sums have a history. If this replica was
+        # catching up, its gradients are of other parameters than it would have then.
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
-        is_alone = manager._use_async_quorum and manager._group_world_size == 1
-        is_free = is_local and is_alone and not manager._healing
+        is_free = is_local and decides_alone(manager) and not manager._healing
         return is_free and not self._has_rounds
 
     def _repeat(self, sums: list[Sum]) -> None:

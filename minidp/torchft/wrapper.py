@@ -27,7 +27,7 @@ from minidp.core import Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 
 from .logical import ReplicaRounds, TreeOfReplicas
-from .quorum import OverReplicas, Quorum, ReplicaGroup
+from .quorum import OverReplicas, Quorum, ReplicaGroup, decides_alone
 
 
 class DataParallel(data_parallel.DataParallel):
@@ -91,10 +91,7 @@ class DataParallel(data_parallel.DataParallel):
             ValueError: The model or an option is such a thing.
         """
         config, specs = reducer.queue.config, reducer.queue.specs
-        has_logical = self._logical is not None
-        cannot_repeat = has_logical and not (
-            manager._use_async_quorum and manager._group_world_size == 1
-        )
+        cannot_repeat = self._logical is not None and not decides_alone(manager)
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
         skips = "skip_all_reduce_unused_params"
