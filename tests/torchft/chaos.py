@@ -34,7 +34,7 @@ LIGHTHOUSE = {
     "min_replicas": 1,
     "join_timeout_ms": 5000,
     "quorum_tick_ms": 20,
-    "heartbeat_timeout_ms": 1000,
+    "heartbeat_timeout_ms": 3000,
 }
 
 
