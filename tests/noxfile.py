@@ -276,8 +276,8 @@ def page(session: nox.Session) -> None:
 
 @stage("full")
 def torchft(session: nox.Session) -> None:
-    """Replicas on torchft's manager. One test at a time: their deaths are timed."""
-    pytest(session, "tests/torchft", one_process=True)
+    """Replicas on torchft's manager, which mostly wait. Whole jobs run alone."""
+    pytest(session, "tests/torchft", workers=FEW_WORKERS)
 
 
 @stage("full")

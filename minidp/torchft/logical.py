@@ -138,12 +138,13 @@ class ReplicaRounds:
             quorum.meet()
             if attempt == 1:
                 self._correct_buffers(start)
+                before = [value.clone() for value in start.first_buffers]
             if self._agree(partial, start):
                 before = self._buffers_before(start)
                 now = quorum.step_now if step is None else step
                 yield Round(self._turns or [0], logical.options.seed, now)
                 after = self._buffers_after(start)
-            if not quorum.has_failed or attempt == ATTEMPTS:
+            if not quorum.has_failed or quorum.gave_up or attempt == ATTEMPTS:
                 break
             partial.keep()
             if quorum.begin_again():  # the state of another replica was loaded

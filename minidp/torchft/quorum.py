@@ -25,6 +25,7 @@ from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
 from minidp.shared_memory import SharedBuffer
 
+from . import history
 from .agreement import Agreement
 
 try:
@@ -243,10 +244,13 @@ class Quorum:
         self.seat = 0, 1  # the index in the last `members`, and how many these were
         self._has_rounds = logical_ranks is not None
         self.agreement = Agreement(reducer, logical_ranks)
+        self._history = history.History()
+        self._compared = -1  # the last quorum in which histories were compared
+        self.gave_up = False  # histories differ, so this step is not tried again
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # the participants that were logged last
         try:
-            manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
+            manager.register_state_dict_fn(KEY, self._receive, self.state)
         except AssertionError:  # so torchft says that the key is there already
             raise ValueError(
                 "This manager has a minidp.torchft.DataParallel already. What to do: "
@@ -255,7 +259,13 @@ class Quorum:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a replica that joins. The manager calls this."""
-        return self.agreement.state(self.manager.current_step())
+        step = self.step_now
+        return {**self.agreement.state(step), history.KEY: self._history.at(step)}
+
+    def _receive(self, state: dict[str, Any]) -> None:
+        """Use the state of the replica with which this one catches up."""
+        self._history.receive(state)
+        self.agreement.receive(state)
 
     @property
     def contributes(self) -> bool:
@@ -381,12 +391,57 @@ class Quorum:
         Raises:
             MiniDPError, CollectiveError: As `begin`.
         """
+        self.gave_up = False
         self._find_out()
         received = self._received()
         if received is None:
             self.agreement.follow(self.manager.current_step())
         else:
-            self.agreement.receive(received)
+            self._receive(received)
+        self._compare_histories()
+
+    def _compare_histories(self) -> None:
+        """Give this step up if replicas have come to it on different ways.
+
+        Those outside of the largest part that has a common history tell the manager
+        that they are behind. So the next quorum brings them the state of one of it.
+        """
+        manager, step, now = self.manager, self.step_now, self.manager._quorum_id
+        mine = self._history.at(step)
+        self._history.begin(step, now)
+        if now == self._compared:
+            return
+        place, size = self.place
+        numbers = torch.zeros(size, dtype=torch.int64, device=self.device)
+        numbers[place] = mine
+        if not self.add_up(numbers):
+            return
+        self._compared = now
+        wanted = history.believed(numbers.tolist())
+        others = [k for k, number in enumerate(numbers.tolist()) if number != wanted]
+        if not others:
+            return
+        names = self.members()
+        names = names if len(names) == size else list(range(size))
+        who = ", ".join(str(names[k]) for k in others)
+        what = (
+            f"Replicas came to step {step} on different ways, because a quorum had "
+            "left out one that was alive."
+        )
+        found = f"another one on replica {who}, which now takes the others' state"
+        remedy = (
+            "let the lighthouse wait longer (join_timeout_ms, heartbeat_timeout_ms), "
+            "or set min_replica_size to more than half of the replicas"
+        )
+        text = explain(
+            self.rank, what, expected="one history", found=found, remedy=remedy
+        )
+        logger.warning("%s", text)
+        if mine != wanted:
+            before = manager.state_dict() | {"step": step - 1}
+            manager.load_state_dict(before)
+        self.gave_up = True
+        self.give_up("replicas have different histories")
 
     def _find_out(self) -> None:
         """Wait for the quorum, and log the replicas in it if they have changed."""
@@ -503,7 +558,7 @@ class Quorum:
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
         is_free = is_local and decides_alone(manager) and not manager._healing
-        return is_free and not self._has_rounds
+        return is_free and not self._has_rounds and not self.gave_up
 
     def _repeat(self, sums: list[Sum]) -> None:
         """Wait for a new quorum, and start to sum the local gradients over it.
@@ -516,6 +571,9 @@ class Quorum:
         received = self._received()
         if received is not None:
             layout = self.agreement.layout_of(received)
+            self._history.receive(received)
+        self._compare_histories()
+        if received is not None:
             if layout != self._reducer.queue.layout:
                 self._stand_in(layout, sums[len(self._reducer.queue.buckets) :])
                 return

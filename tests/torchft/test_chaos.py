@@ -9,7 +9,7 @@ pytest.importorskip("torchft", reason="bash tests/run.sh torchft")
 from .chaos import KINDS, check, play
 from .replica import PLACES
 
-pytestmark = [pytest.mark.torchft, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.torchft, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("kinds", [("SIGKILL",), ("SIGSTOP", "SIGKILL"), PLACES])
@@ -34,3 +34,6 @@ def test_the_check_finds_what_is_wrong():
     ):
         others = [note for note in notes if note is not a]
         assert check([*others, a | change]) != [], change
+    end = next(note for note in notes if note["step"] == 7)
+    (error,) = check([*notes, end | {"after": "another"}])
+    assert "ended with different states" in error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +29,7 @@ from .replica import make_manager
 
 pytestmark = [
     pytest.mark.torchft,
+    pytest.mark.alone,
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore"),  # torchft's and those of its servers
 ]
@@ -208,3 +211,67 @@ def test_the_state_for_a_checkpoint_has_the_step_of_the_manager(lighthouse):
     assert model.logical_state["first_step"] == 3
     assert [*model.logical_block] == [0, 1]
     manager.shutdown(wait=False)
+
+
+def test_replicas_that_went_on_without_each_other_find_a_common_state(caplog):
+    """Alone each of them does all logical ranks, with batches of its own."""
+    server = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=300,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )
+    silent = {"heartbeat_interval": timedelta(minutes=1)}
+    replicas = [Lonely(number, server.address(), silent) for number in range(2)]
+    a, b = replicas
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each.train(2), replicas))
+        for each in replicas:
+            time.sleep(1.5)  # until the lighthouse takes the other one for dead
+            each.train(4)
+        assert a.manager.current_step() == b.manager.current_step() == 4
+        assert not torch.equal(a.net.weight, b.net.weight)
+        with caplog.at_level("WARNING", "minidp"):
+            while not (common := {*a.seen} & {*b.seen} - {*range(5)}):
+                until = max(each.manager.current_step() for each in replicas) + 1
+                list(pool.map(lambda each, n=until: each.train(n), replicas))
+    assert "came to step" in caplog.text
+    for step in common:
+        assert all(map(torch.equal, a.seen[step], b.seen[step]))
+    for each in replicas:
+        each.manager.shutdown(wait=False)
+    server.shutdown()
+
+
+class Lonely:
+    """A replica of a batch norm, which is a thread and has batches of its own."""
+
+    def __init__(self, number, lighthouse, options):
+        self.number, self.net = number, nn.BatchNorm1d(2)
+        inner = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.manager = make_manager(number, lighthouse, self.load, self.save, **options)
+        self.model = minidp.torchft.DataParallel(
+            self.manager, self.net, logical_ranks=3
+        )
+        self.optimizer = Optimizer(self.manager, inner)
+        self.seen = {}  # the state after steps to which both have contributed
+
+    def save(self):
+        return {"net": self.net.state_dict(), "inner": self.optimizer.state_dict()}
+
+    def load(self, state):
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["inner"])
+
+    def train(self, steps):
+        while (step := self.manager.current_step()) < steps:
+            self.optimizer.zero_grad()
+            for leaf in self.model.each_logical_rank():
+                seed = step + 10 * leaf + 100 * self.number
+                x = torch.randn(4, 2, generator=torch.Generator().manual_seed(seed))
+                self.model(x).square().sum().backward()
+            self.optimizer.step()
+            both = self.model.participants == [0, 1] and self.manager.is_participating()
+            if both and (now := self.manager.current_step()) > step:
+                self.seen[now] = [v.clone() for v in self.net.state_dict().values()]

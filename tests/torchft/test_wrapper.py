@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -83,6 +84,7 @@ class Replica:
         self.optimizer = torchft.Optimizer(self.manager, inner)
         self.backwards = 0
         self.seen = {}  # step -> parameters after it
+        self.in_threes = set()  # steps to which three replicas have contributed
         self.is_dead = False
 
     def save(self):
@@ -110,6 +112,8 @@ class Replica:
         self.optimizer.step()
         if self.manager.current_step() > step:
             self.seen[self.manager.current_step()] = flat(self.net)
+            if self.manager.num_participants() == 3:
+                self.in_threes.add(self.manager.current_step())
 
     def train(self, steps, **how):
         while self.manager.current_step() < steps:
@@ -598,3 +602,56 @@ def test_the_module_is_an_attribute_of_the_package(script, says):
         check=False,
     )
     assert re.search(says, done.stdout)
+
+
+@pytest.fixture
+def forgetful():
+    """Return the address of a lighthouse for which whoever does not ask is dead."""
+    server = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=1,
+        join_timeout_ms=300,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=1000,
+    )
+    yield server.address()
+    server.shutdown()
+
+
+@pytest.mark.parametrize("parts", [("a", "bc"), ("ab", "c"), ("a", "b", "c")], ids=str)
+def test_replicas_that_went_on_without_each_other_find_a_common_state(
+    forgetful, parts, caplog
+):
+    """All are at the same step, so that torchft takes them for equal."""
+    silent = {"patience": PATIENCE, "heartbeat_interval": timedelta(minutes=1)}
+    replicas = dict(
+        zip(
+            "abc",
+            together(
+                *(
+                    partial(Replica, number, forgetful, manager=silent, **SMALL)
+                    for number in range(3)
+                )
+            ),
+            strict=True,
+        )
+    )
+    a, b, c = replicas.values()
+    train(3, a, b, c)
+    for each in (a, b, c):
+        each.in_threes.clear()
+    for part in parts:
+        time.sleep(1.5)  # until the lighthouse takes the others for dead
+        train(6, *(replicas[name] for name in part))
+    assert [each.manager.current_step() for each in (a, b, c)] == [6, 6, 6]
+    assert not torch.equal(flat(a.net), flat(c.net))
+    with caplog.at_level("WARNING", "minidp"):
+        while not (common := set.intersection(*(each.in_threes for each in (a, b, c)))):
+            until = max(each.manager.current_step() for each in (a, b, c)) + 1
+            train(until, a, b, c)
+    assert "on different ways" in caplog.text
+    for step in common:
+        assert torch.equal(a.seen[step], b.seen[step])
+        assert torch.equal(a.seen[step], c.seen[step])
+    for each in (a, b, c):
+        each.die()

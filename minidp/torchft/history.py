@@ -1,0 +1,72 @@
+"""Notice replicas that have come to the same step on different ways, and end it.
+
+torchft believes the highest step, and takes replicas of the same step for equal. They
+are not if a quorum has left out a replica that lives, and both have gone on::
+
+    step      7          8          9
+              0, 1, 2 -> 0, 1    -> ...   the quorum did not wait for replica 2
+                      -> 2       -> ...   and 2, once it came, found nobody
+
+When such replicas meet at the same step, an average of their gradients would be of no
+one's parameters. So each replica has a number that tells in which quorum each of its
+steps was committed. Whenever the quorum has changed, the replicas compare these
+numbers, in one message of eight bytes per replica. If they differ, nobody commits this
+step, and all replicas but the largest part with a common history take the state of one
+of that part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+NEW = 1  # the number of a replica that has committed nothing
+KEY = "history"  # the key of the number in the state that a joining replica receives
+
+
+def after(number: int, step: int, quorum: int) -> int:
+    """Return the number after one more step, which a quorum has committed.
+
+    It has 56 bits, so that it is a positive one in a message of 64-bit integers.
+    """
+    text = f"{number} {step} {quorum}".encode()
+    return int.from_bytes(blake2b(text, digest_size=7).digest(), "big")
+
+
+def believed(numbers: Sequence[int]) -> int:
+    """Return the number that most replicas have; of several, that of the first one."""
+    counts = Counter(numbers)
+    return max(numbers, key=counts.__getitem__)
+
+
+class History:
+    """The number of one replica, of its last committed step."""
+
+    def __init__(self) -> None:
+        self._number = NEW
+        self._next: tuple[int, int] | None = None  # a step, and the number after it
+        self._received: object = None  # the last state that came from another replica
+
+    def at(self, step: int) -> int:
+        """Return the number of the state in which ``step`` is the next step to commit.
+
+        Any thread may call this.
+        """
+        number, coming = self._number, self._next
+        return coming[1] if coming is not None and step > coming[0] else number
+
+    def begin(self, step: int, quorum: int) -> None:
+        """Note in which quorum a step is tried; whether it is committed shows later."""
+        self._number = self.at(step)
+        self._next = step, after(self._number, step, quorum)
+
+    def receive(self, state: dict[str, Any]) -> None:
+        """Take over the number of the state that another replica has sent.
+
+        The manager passes each state again when it loads it, which changes nothing.
+        """
+        if state is not self._received:
+            self._received = state
+            self._number, self._next = state.get(KEY, NEW), None
