@@ -94,7 +94,7 @@ def test_slurms_command_takes_another_script_and_its_arguments(tmp_path: Path) -
 
 def test_getting_started_spawns_its_processes() -> None:
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "getting_started.py", "--smoke"],
+        [warm_python(), EXAMPLES / "getting_started.py", "--smoke"],
         env=environment() | {"GLOO_SOCKET_IFNAME": os.environ["GLOO_SOCKET_IFNAME"]},
         capture_output=True,
         text=True,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm import warm_python
 
 pytestmark = pytest.mark.fresh
 
@@ -18,7 +19,7 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 def digest_of(processes: int, *words: str) -> str:
     script = str(ROOT / "examples" / "same_bits.py")
-    command = [sys.executable, *LAUNCH, str(processes), script, *words]
+    command = [warm_python(), *LAUNCH, str(processes), script, *words]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=100, check=False

@@ -20,11 +20,13 @@ from torch.futures import Future
 
 from minidp import DataParallel, comm_hooks
 from minidp.config import options as config_options
+from minidp.guard import comparison
 from tests.support.both import error_of
 from tests.support.fresh import run_fresh
 from tests.support.ports import free_port
 from tests.support.ranks import on_ranks
 from tests.support.two_layers import TwoLayers, backward, trains
+from tests.support.warm import warm_python
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
@@ -423,6 +425,7 @@ def test_a_function_that_ran_out_of_inputs() -> None:
 
 def has_one_more(ctx: Any, odd: int, keeps: str) -> None:
     """Rank ``odd`` wraps once more, and is late in the training of the next one."""
+    comparison.PATIENCE_SECONDS = 1.0  # for which the guard waits in vain here
     options: dict[str, Any] = {"process_group": ctx.group, "init_sync": False}
     if ctx.rank == odd:
         more = DataParallel(TwoLayers(), **options)
@@ -544,7 +547,7 @@ def test_ctrl_c_shows_the_users_line_not_where_we_wait(tmp_path: Any) -> None:
     for rank in (0, 1):
         script = tmp_path / f"rank{rank}.py"
         script.write_text(INTERRUPTED.replace("RANK", str(rank)))
-        ranks.append(start([sys.executable, str(script), str(tmp_path / "store")]))
+        ranks.append(start([warm_python(), str(script), str(tmp_path / "store")]))
     printed, _ = ranks[0].communicate(timeout=200)
     ranks[1].kill()
     ranks[1].communicate()
