@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -25,11 +24,11 @@ from minidp.torchft.logical import share_out
 
 from . import elastic
 from .elastic import Death, Training
+from .line import Line, hasty_lighthouse, leave_whole, meet
 from .replica import make_manager
 
 pytestmark = [
     pytest.mark.torchft,
-    pytest.mark.alone,
     pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore"),  # torchft's and those of its servers
 ]
@@ -215,42 +214,36 @@ def test_the_state_for_a_checkpoint_has_the_step_of_the_manager(lighthouse):
 
 def test_replicas_that_went_on_without_each_other_find_a_common_state(caplog):
     """Alone each of them does all logical ranks, with batches of its own."""
-    server = LighthouseServer(
-        bind="[::]:0",
-        min_replicas=1,
-        join_timeout_ms=300,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=1000,
-    )
-    silent = {"heartbeat_interval": timedelta(minutes=1)}
-    replicas = [Lonely(number, server.address(), silent) for number in range(2)]
-    a, b = replicas
+    server = hasty_lighthouse()
+    lines = [Line(server.address()) for _ in range(2)]
+    a, b = replicas = [Lonely(k, line.address) for k, line in enumerate(lines)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda each: each.train(2), replicas))
-        for each in replicas:
-            time.sleep(1.5)  # until the lighthouse takes the other one for dead
+        for each, line in zip(replicas, lines, strict=True):
+            leave_whole([line], lines)
             each.train(4)
         assert a.manager.current_step() == b.manager.current_step() == 4
         assert not torch.equal(a.net.weight, b.net.weight)
-        with caplog.at_level("WARNING", "minidp"):
-            while not (common := {*a.seen} & {*b.seen} - {*range(5)}):
-                until = max(each.manager.current_step() for each in replicas) + 1
-                list(pool.map(lambda each, n=until: each.train(n), replicas))
+        leave_whole(lines, lines)
+    with caplog.at_level("WARNING", "minidp"):
+        meet([[lambda each=each: each.train_and_die(8)] for each in replicas])
+    common = {*a.seen} & {*b.seen} - {*range(5)}
+    assert common
     assert "came to step" in caplog.text
     for step in common:
         assert all(map(torch.equal, a.seen[step], b.seen[step]))
-    for each in replicas:
-        each.manager.shutdown(wait=False)
+    for line in lines:
+        line.close()
     server.shutdown()
 
 
 class Lonely:
     """A replica of a batch norm, which is a thread and has batches of its own."""
 
-    def __init__(self, number, lighthouse, options):
+    def __init__(self, number, lighthouse):
         self.number, self.net = number, nn.BatchNorm1d(2)
         inner = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        self.manager = make_manager(number, lighthouse, self.load, self.save, **options)
+        self.manager = make_manager(number, lighthouse, self.load, self.save)
         self.model = minidp.torchft.DataParallel(
             self.manager, self.net, logical_ranks=3
         )
@@ -263,6 +256,11 @@ class Lonely:
     def load(self, state):
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["inner"])
+
+    def train_and_die(self, steps):
+        """Train, and let nobody wait for this replica afterwards."""
+        self.train(steps)
+        self.manager.shutdown(wait=False)
 
     def train(self, steps):
         while (step := self.manager.current_step()) < steps:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -31,6 +30,7 @@ from minidp.torchft import DataParallel
 from minidp.torchft.quorum import require_known
 from tests.support.both import error_of
 
+from .line import Line, hasty_lighthouse, leave_whole, meet
 from .replica import make_manager, make_store
 
 pytestmark = [
@@ -119,6 +119,11 @@ class Replica:
         while self.manager.current_step() < steps:
             self.step(**how)
         return self
+
+    def train_and_die(self, steps):
+        """Train, and let nobody wait for this replica afterwards."""
+        self.train(steps)
+        self.die()
 
     def die(self):
         """End as a killed process: heartbeats and connections are gone."""
@@ -604,54 +609,35 @@ def test_the_module_is_an_attribute_of_the_package(script, says):
     assert re.search(says, done.stdout)
 
 
-@pytest.fixture
-def forgetful():
-    """Return the address of a lighthouse for which whoever does not ask is dead."""
-    server = LighthouseServer(
-        bind="[::]:0",
-        min_replicas=1,
-        join_timeout_ms=300,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=1000,
-    )
-    yield server.address()
-    server.shutdown()
-
-
 @pytest.mark.parametrize("parts", [("a", "bc"), ("ab", "c"), ("a", "b", "c")], ids=str)
-def test_replicas_that_went_on_without_each_other_find_a_common_state(
-    forgetful, parts, caplog
-):
+def test_replicas_that_went_on_without_each_other_find_a_common_state(parts, caplog):
     """All are at the same step, so that torchft takes them for equal."""
-    silent = {"patience": PATIENCE, "heartbeat_interval": timedelta(minutes=1)}
-    replicas = dict(
-        zip(
-            "abc",
-            together(
-                *(
-                    partial(Replica, number, forgetful, manager=silent, **SMALL)
-                    for number in range(3)
-                )
-            ),
-            strict=True,
-        )
-    )
-    a, b, c = replicas.values()
+    server = hasty_lighthouse()
+    lines = {name: Line(server.address()) for name in "abc"}
+    makes = [
+        partial(Replica, number, line.address, manager={"patience": PATIENCE}, **SMALL)
+        for number, line in enumerate(lines.values())
+    ]
+    a, b, c = together(*makes)
+    replicas = {"a": a, "b": b, "c": c}
     train(3, a, b, c)
-    for each in (a, b, c):
-        each.in_threes.clear()
     for part in parts:
-        time.sleep(1.5)  # until the lighthouse takes the others for dead
+        leave_whole([lines[name] for name in part], lines.values())
         train(6, *(replicas[name] for name in part))
     assert [each.manager.current_step() for each in (a, b, c)] == [6, 6, 6]
     assert not torch.equal(flat(a.net), flat(c.net))
+    for each in (a, b, c):
+        each.in_threes.clear()
+    leave_whole(lines.values(), lines.values())
+    ends = {name: partial(each.train_and_die, 10) for name, each in replicas.items()}
     with caplog.at_level("WARNING", "minidp"):
-        while not (common := set.intersection(*(each.in_threes for each in (a, b, c)))):
-            until = max(each.manager.current_step() for each in (a, b, c)) + 1
-            train(until, a, b, c)
+        meet([[ends[name] for name in part] for part in parts])
+    common = set.intersection(*(each.in_threes for each in (a, b, c)))
+    assert common
     assert "on different ways" in caplog.text
     for step in common:
         assert torch.equal(a.seen[step], b.seen[step])
         assert torch.equal(a.seen[step], c.seen[step])
-    for each in (a, b, c):
-        each.die()
+    for line in lines.values():
+        line.close()
+    server.shutdown()
