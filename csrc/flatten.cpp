@@ -17,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "adder.h"
 #include "cuda/copy_rows.h"
 
 namespace minidp {
@@ -165,6 +166,16 @@ void copy_typed(const Rows& rows, double scale) {
   });
 }
 
+template <typename T>
+void add_typed(const Rows& rows) {
+  for_stretches(rows.ends, sizeof(T), [&](Stretch s) {
+    Adder<T>::add(
+        static_cast<T*>(rows.to[s.slot]) + s.begin,
+        static_cast<const T*>(rows.from[s.slot]) + s.begin,
+        s.end - s.begin);
+  });
+}
+
 // Whether a copy is a loop over memory, or a row of a kernel.
 bool is_loop(const at::Tensor& to, const at::Tensor& from) {
   if (!has_loop(to.scalar_type()) || to.scalar_type() != from.scalar_type() ||
@@ -237,6 +248,29 @@ void Rows::add(void* target, const void* source, int64_t numel) {
 
 bool has_loop(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+bool add(const Refs& sums, const Refs& more) {
+  Rows rows;
+  rows.reserve(sums.size());
+  for (size_t k = 0; k < sums.size(); ++k) {
+    const auto& sum = *sums[k];
+    const auto& other = *more[k];
+    if (!sum.defined() || !other.defined() || !sum.is_cpu() || !has_loop(sum.scalar_type()) ||
+        sum.scalar_type() != sums[0]->scalar_type() || other.scalar_type() != sum.scalar_type() ||
+        sum.requires_grad() || other.requires_grad() || !same_order(sum, other)) {
+      return false;
+    }
+    rows.add(sum.data_ptr(), other.const_data_ptr(), sum.numel());
+  }
+  if (rows.ends.empty()) {
+    return true;
+  }
+  with_type(sums[0]->scalar_type(), [&](auto x) { add_typed<decltype(x)>(rows); });
+  for (const auto* sum : sums) {
+    sum->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  }
+  return true;
 }
 
 void copy_rows(const Rows& rows, at::ScalarType type, double scale) {

@@ -56,6 +56,10 @@ void copy_rows(const Rows& rows, at::ScalarType type, double scale);
 void copy_row(
     void* to, const void* from, int64_t numel, at::ScalarType type, double scale, bool past_cache);
 
+// sums[k] += more[k]. Adds nothing and returns false unless all are plain tensors on the CPU, of one
+// type, and each pair has one shape and lies in memory in the same order.
+bool add(const Refs& sums, const Refs& more);
+
 // views[k] = grads[k] * scale, of one dtype. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);
 

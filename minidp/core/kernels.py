@@ -187,6 +187,17 @@ class Memory:
         return any(map(addresses.__contains__, map(Tensor.data_ptr, grads)))
 
 
+def add_natively(sums: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> bool:
+    """Add tensors to others by the extension, in place: ``sums[k] += more[k]``.
+
+    Returns:
+        Whether it was done. Nothing was, if the extension is not loaded, or unless all
+        are dense, on the CPU, of one real dtype, and lie in memory like their partners.
+    """
+    library = native.library()
+    return library is not None and bool(library.add(sums, more))
+
+
 # -- the native extension --------------------------------------------------------------
 
 
