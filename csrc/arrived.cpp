@@ -59,6 +59,11 @@ std::vector<int64_t> Arrived::changed() const {
   return found;
 }
 
+bool Arrived::is_any_there() const {
+  return std::any_of(
+      params_.begin(), params_.end(), [](const auto& param) { return grad_of(param).defined(); });
+}
+
 std::pair<std::vector<at::Tensor>, bool> Arrived::take() {
   std::vector<at::Tensor> grads;
   grads.reserve(params_.size());

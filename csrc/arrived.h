@@ -24,6 +24,7 @@ class Arrived {
   // How many are noted.
   size_t size() const;
   std::vector<int64_t> changed() const;
+  bool is_any_there() const;
   // The second value: whether all are there, plain, on the CPU and without a graph.
   std::pair<std::vector<at::Tensor>, bool> take();
 

@@ -135,6 +135,7 @@ void bind_arrived(py::module_& module) {
       .def("clear", &Arrived::clear)
       .def("__len__", &Arrived::size)
       .def("changed", &Arrived::changed)
+      .def("is_any_there", &Arrived::is_any_there)
       .def("take", &Arrived::take);
 }
 
@@ -317,11 +318,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::gil_scoped_release no_gil;
     minidp::flatten(refs(views), refs(grads), scale);
   });
-  module.def("add", [](const py::sequence& sums, const py::sequence& more) {
-    const Given to = given(sums);
-    const Given from = given(more);
+  using Sequence = py::sequence;
+  module.def("add", [](const Sequence& to, const Sequence& left, const Sequence& right) {
+    const Given sums = given(to);
+    const Given first = given(left);
+    const Given second = given(right);
+    const size_t size = sums.grads.size();
+    if (first.grads.size() != size || second.grads.size() != size) {
+      throw py::value_error("two tensors for each sum");
+    }
     py::gil_scoped_release no_gil;
-    return to.grads.size() == from.grads.size() && minidp::add(refs(to.grads), refs(from.grads));
+    return minidp::add(refs(sums.grads), refs(first.grads), refs(second.grads));
   });
   module.def("unflatten", [](const Tensors& grads, const Tensors& views) {
     check_pairs(views, grads);

@@ -166,13 +166,21 @@ void copy_typed(const Rows& rows, double scale) {
   });
 }
 
+// In blocks that stay in the cache between the copy and the addition.
 template <typename T>
-void add_typed(const Rows& rows) {
-  for_stretches(rows.ends, sizeof(T), [&](Stretch s) {
-    Adder<T>::add(
-        static_cast<T*>(rows.to[s.slot]) + s.begin,
-        static_cast<const T*>(rows.from[s.slot]) + s.begin,
-        s.end - s.begin);
+void add_typed(const Rows& left, const Rows& right) {
+  constexpr int64_t kBlock = 1024;
+  for_stretches(left.ends, sizeof(T), [&](Stretch s) {
+    auto* to = static_cast<T*>(left.to[s.slot]);
+    const auto* first = static_cast<const T*>(left.from[s.slot]);
+    const auto* second = static_cast<const T*>(right.from[s.slot]);
+    for (int64_t at = s.begin; at < s.end; at += kBlock) {
+      const int64_t size = std::min(kBlock, s.end - at);
+      if (to != first) {
+        std::memcpy(to + at, first + at, size * sizeof(T));
+      }
+      Adder<T>::add(to + at, second + at, size);
+    }
   });
 }
 
@@ -250,24 +258,31 @@ bool has_loop(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
 
-bool add(const Refs& sums, const Refs& more) {
-  Rows rows;
-  rows.reserve(sums.size());
-  for (size_t k = 0; k < sums.size(); ++k) {
-    const auto& sum = *sums[k];
-    const auto& other = *more[k];
-    if (!sum.defined() || !other.defined() || !sum.is_cpu() || !has_loop(sum.scalar_type()) ||
-        sum.scalar_type() != sums[0]->scalar_type() || other.scalar_type() != sum.scalar_type() ||
-        sum.requires_grad() || other.requires_grad() || !same_order(sum, other)) {
+bool add(const Refs& to, const Refs& left, const Refs& right) {
+  Rows first;
+  Rows second;
+  first.reserve(to.size());
+  second.reserve(to.size());
+  for (size_t k = 0; k < to.size(); ++k) {
+    const auto& sum = *to[k];
+    if (!sum.defined() || !sum.is_cpu() || !has_loop(sum.scalar_type()) ||
+        sum.scalar_type() != to[0]->scalar_type() || sum.requires_grad()) {
       return false;
     }
-    rows.add(sum.data_ptr(), other.const_data_ptr(), sum.numel());
+    for (const auto* each : {left[k], right[k]}) {
+      if (!each->defined() || each->scalar_type() != sum.scalar_type() || each->requires_grad() ||
+          !same_order(sum, *each)) {
+        return false;
+      }
+    }
+    first.add(sum.data_ptr(), left[k]->const_data_ptr(), sum.numel());
+    second.add(sum.data_ptr(), right[k]->const_data_ptr(), sum.numel());
   }
-  if (rows.ends.empty()) {
+  if (to.empty()) {
     return true;
   }
-  with_type(sums[0]->scalar_type(), [&](auto x) { add_typed<decltype(x)>(rows); });
-  for (const auto* sum : sums) {
+  with_type(to[0]->scalar_type(), [&](auto x) { add_typed<decltype(x)>(first, second); });
+  for (const auto* sum : to) {
     sum->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }
   return true;

@@ -187,15 +187,21 @@ class Memory:
         return any(map(addresses.__contains__, map(Tensor.data_ptr, grads)))
 
 
-def add_natively(sums: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> bool:
-    """Add tensors to others by the extension, in place: ``sums[k] += more[k]``.
+Tensors = Sequence[Tensor | None]
+
+
+def add_natively(left: Tensors, right: Tensors, to: Tensors | None = None) -> bool:
+    """Compute ``to[k] = left[k] + right[k]`` by the extension; by default to ``left``.
 
     Returns:
         Whether it was done. Nothing was, if the extension is not loaded, or unless all
-        are dense, on the CPU, of one real dtype, and lie in memory like their partners.
+        are there, dense, on the CPU, of one real dtype, and those of each sum have one
+        shape and lie in memory in the same order.
     """
     library = native.library()
-    return library is not None and bool(library.add(sums, more))
+    if library is None:
+        return False
+    return bool(library.add(left if to is None else to, left, right))
 
 
 # -- the native extension --------------------------------------------------------------

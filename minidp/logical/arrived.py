@@ -76,9 +76,14 @@ class Arrived:
         return [
             i
             for i, (grad, version) in self._noted.items()
-            if (now := self._params[i].grad) is not grad()
-            or (now is not None and now._version != version and now._base is None)
+            if (now := self._params[i].grad) is None
+            or now is not grad()
+            or (now._version != version and now._base is None)
         ]
+
+    def is_any_there(self) -> bool:
+        """Return whether ``.grad`` of some parameter is not None, noted or not."""
+        return any(param.grad is not None for param in self._params)
 
     def take(self) -> tuple[Grads, bool]:
         """Take all gradients out of ``.grad``, and return them as `Taken` has them."""

@@ -163,6 +163,8 @@ class PartialSums:
             if total is not payload:
                 payload.copy_(total)
             return
+        if not sums:
+            return
         # On the CPU what was just written is in the cache. On a device a launch costs
         # more than memory.
         most = _CACHED_BYTES if plan.device.type == "cpu" else plan.nbytes
@@ -252,8 +254,8 @@ def plus(
     left: Grads, right: Grads, places: Sequence[Tensor | None] | None = None
 ) -> Grads:
     """Return the sums of the gradients of two nodes, in places or memory of both."""
-    if places is None and add_natively(left, right):
-        return left
+    if add_natively(left, right, places):
+        return left if places is None else list(places)
     if places is None:
         places = [None] * len(left)
     triples = list(zip(left, right, places, strict=True))

@@ -51,6 +51,8 @@ class Start:
         Not before, because `zero_grad()` may come in the first turn of the loop. It is
         usually None. Averages that are kept count once in each logical rank.
         """
+        if self._grads is None and not self._arrived.is_any_there():
+            self._grads = [None] * len(self._params)
         if self._grads is None:
             self._grads = [
                 None if param.grad is None else param.grad.detach().clone()
