@@ -38,11 +38,11 @@ from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain
 from minidp.layout import BucketPlan
 
+from .arrived import Grads
 from .averaging import TreeAveraging
 from .digests import Digests, digests_of, total
 from .inquiry import Details, Inquiry, Row, Settings, other_settings
 from .options import AuditOptions, conditions
-from .partial_sums import Grads
 from .start import Start
 from .tree import block
 from .verdicts import Pair, pairs

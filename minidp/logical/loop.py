@@ -225,6 +225,7 @@ class LogicalRanks(Observer):
         self._partial.clear()
         self._close()
         self.step += 1
+        self._sync_buffers()  # an evaluation is the same on all ranks
         if self.audit is not None:
             self.audit.judge()
 
