@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "arrived.h"
 #include "cuda/copy_rows.h"
 #include "flatten.h"
 #include "grad_hook.h"
@@ -23,6 +24,7 @@ PYBIND11_MAKE_OPAQUE(std::vector<int32_t>)
 namespace {
 
 namespace py = pybind11;
+using minidp::Arrived;
 using minidp::GradTable;
 using minidp::Gathered;
 using minidp::GradHooks;
@@ -111,6 +113,7 @@ void bind_grad_table(py::module_& module) {
       .def("is_owner", &GradTable::is_owner)
       .def("take_stamps", &GradTable::take_stamps)
       .def("stamp_by", &GradTable::stamp_by)
+      .def("tell", &GradTable::tell)
       .def("copy_at_once", &GradTable::copy_at_once)
       .def("note_ready", &GradTable::note_ready)
       .def("count_down", &GradTable::count_down)
@@ -122,6 +125,18 @@ void bind_grad_table(py::module_& module) {
           "attach",
           [](const std::shared_ptr<GradTable>& self) { return std::make_unique<GradHooks>(self); })
       .def("gather", &GradTable::gather);
+}
+
+void bind_arrived(py::module_& module) {
+  py::class_<Arrived, std::shared_ptr<Arrived>>(module, "Arrived")
+      .def(py::init<Tensors>(), py::arg("params"))
+      .def("note", &Arrived::note)
+      .def("note_all", &Arrived::note_all)
+      .def("clear", &Arrived::clear)
+      .def("__len__", &Arrived::size)
+      .def("changed", &Arrived::changed)
+      .def("is_any_there", &Arrived::is_any_there)
+      .def("take", &Arrived::take);
 }
 
 // What Python calls entries, when it is not what `gather` returned: any sequence of
@@ -293,6 +308,7 @@ void check_pairs(const Tensors& views, const Tensors& grads) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_entries(module);
   bind_grad_table(module);
+  bind_arrived(module);
   bind_slots(module);
 #ifdef __linux__
   bind_shared_memory(module);
@@ -301,6 +317,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     check_pairs(views, grads);
     py::gil_scoped_release no_gil;
     minidp::flatten(refs(views), refs(grads), scale);
+  });
+  using Sequence = py::sequence;
+  module.def("add", [](const Sequence& to, const Sequence& left, const Sequence& right) {
+    const Given sums = given(to);
+    const Given first = given(left);
+    const Given second = given(right);
+    const size_t size = sums.grads.size();
+    if (first.grads.size() != size || second.grads.size() != size) {
+      throw py::value_error("two tensors for each sum");
+    }
+    py::gil_scoped_release no_gil;
+    return minidp::add(refs(sums.grads), refs(first.grads), refs(second.grads));
   });
   module.def("unflatten", [](const Tensors& grads, const Tensors& views) {
     check_pairs(views, grads);

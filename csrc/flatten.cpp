@@ -17,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "adder.h"
 #include "cuda/copy_rows.h"
 
 namespace minidp {
@@ -165,6 +166,24 @@ void copy_typed(const Rows& rows, double scale) {
   });
 }
 
+// In blocks that stay in the cache between the copy and the addition.
+template <typename T>
+void add_typed(const Rows& left, const Rows& right) {
+  constexpr int64_t kBlock = 1024;
+  for_stretches(left.ends, sizeof(T), [&](Stretch s) {
+    auto* to = static_cast<T*>(left.to[s.slot]);
+    const auto* first = static_cast<const T*>(left.from[s.slot]);
+    const auto* second = static_cast<const T*>(right.from[s.slot]);
+    for (int64_t at = s.begin; at < s.end; at += kBlock) {
+      const int64_t size = std::min(kBlock, s.end - at);
+      if (to != first) {
+        std::memcpy(to + at, first + at, size * sizeof(T));
+      }
+      Adder<T>::add(to + at, second + at, size);
+    }
+  });
+}
+
 // Whether a copy is a loop over memory, or a row of a kernel.
 bool is_loop(const at::Tensor& to, const at::Tensor& from) {
   if (!has_loop(to.scalar_type()) || to.scalar_type() != from.scalar_type() ||
@@ -237,6 +256,36 @@ void Rows::add(void* target, const void* source, int64_t numel) {
 
 bool has_loop(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+bool add(const Refs& to, const Refs& left, const Refs& right) {
+  Rows first;
+  Rows second;
+  first.reserve(to.size());
+  second.reserve(to.size());
+  for (size_t k = 0; k < to.size(); ++k) {
+    const auto& sum = *to[k];
+    if (!sum.defined() || !sum.is_cpu() || !has_loop(sum.scalar_type()) ||
+        sum.scalar_type() != to[0]->scalar_type() || sum.requires_grad()) {
+      return false;
+    }
+    for (const auto* each : {left[k], right[k]}) {
+      if (!each->defined() || each->scalar_type() != sum.scalar_type() || each->requires_grad() ||
+          !same_order(sum, *each)) {
+        return false;
+      }
+    }
+    first.add(sum.data_ptr(), left[k]->const_data_ptr(), sum.numel());
+    second.add(sum.data_ptr(), right[k]->const_data_ptr(), sum.numel());
+  }
+  if (to.empty()) {
+    return true;
+  }
+  with_type(to[0]->scalar_type(), [&](auto x) { add_typed<decltype(x)>(first, second); });
+  for (const auto* sum : to) {
+    sum->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  }
+  return true;
 }
 
 void copy_rows(const Rows& rows, at::ScalarType type, double scale) {

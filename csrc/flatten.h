@@ -56,6 +56,11 @@ void copy_rows(const Rows& rows, at::ScalarType type, double scale);
 void copy_row(
     void* to, const void* from, int64_t numel, at::ScalarType type, double scale, bool past_cache);
 
+// to[k] = left[k] + right[k]; `to` may be `left`. Writes nothing and returns false unless all are
+// plain tensors on the CPU, of one type, and those of each sum have one shape and lie in memory in
+// the same order.
+bool add(const Refs& to, const Refs& left, const Refs& right);
+
 // views[k] = grads[k] * scale, of one dtype. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);
 

@@ -110,6 +110,9 @@ void GradTable::fired(size_t i) {
   }
   const bool is_elsewhere = is_cpu && !is_owner();
   if ((codes_[i] != unset_ || is_elsewhere) && !call_python(admit_, i)) {
+    if (arrived_) {
+      arrived_->note(i);
+    }
     return;
   }
   // Without the checks of Tensor::grad(), which cost more than the rest of this.

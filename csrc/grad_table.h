@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrived.h"
 #include "slots.h"
 
 namespace minidp {
@@ -79,6 +80,10 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   std::vector<int64_t> take_stamps();
   // Call this with the parameter index instead of reading the clock; None: read it.
   void stamp_by(const py::object& stamper);
+  // Notes every gradient that no reduction records; null: nobody does.
+  void tell(std::shared_ptr<Arrived> arrived) {
+    arrived_ = std::move(arrived);
+  }
   // Parameter indices that arrived with a gradient.
   std::vector<int64_t> used() const;
 
@@ -125,6 +130,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   py::object on_full_;
   py::object admit_;
   py::object stamper_;  // null: the clock is read here
+  std::shared_ptr<Arrived> arrived_;
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;
   std::mutex mutex_;  // of ready, num_left and streams_

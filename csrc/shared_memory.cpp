@@ -2,8 +2,6 @@
 #ifdef __linux__
 #include "shared_memory.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -16,7 +14,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -24,6 +21,8 @@
 #include <set>
 #include <stdexcept>
 #include <system_error>
+
+#include "adder.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -72,55 +71,6 @@ void sleep_on(const std::atomic<uint32_t>& word, uint32_t value, double seconds)
 void wake_all(const std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
-
-template <typename T>
-struct Adder {
-  static void add(T* sum, const T* more, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      sum[i] = static_cast<T>(more[i] + sum[i]);
-    }
-  }
-};
-
-float wide(c10::BFloat16 x) {
-  return std::bit_cast<float>(uint32_t{x.x} << 16);
-}
-
-// In integers, which the compiler vectorises; see flatten.cpp.
-c10::BFloat16 narrow(float x) {
-  const auto bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return c10::BFloat16(
-      x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded), c10::BFloat16::from_bits());
-}
-
-template <>
-struct Adder<c10::BFloat16> {
-  static void add(c10::BFloat16* sum, const c10::BFloat16* more, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      sum[i] = narrow(wide(more[i]) + wide(sum[i]));
-    }
-  }
-};
-
-template <>
-struct Adder<c10::Half> {
-  static void add(c10::Half* sum, const c10::Half* more, int64_t n) {
-    int64_t i = 0;
-#if defined(__F16C__) && defined(__AVX__)
-    for (; i + 8 <= n; i += 8) {
-      const auto a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more + i)));
-      const auto b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sum + i)));
-      _mm_storeu_si128(
-          reinterpret_cast<__m128i*>(sum + i),
-          _mm256_cvtps_ph(_mm256_add_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
-    }
-#endif
-    for (; i < n; ++i) {
-      sum[i] = static_cast<c10::Half>(static_cast<float>(more[i]) + static_cast<float>(sum[i]));
-    }
-  }
-};
 
 // Writes the sums of `n` elements to all ranks, or to `tiles` in place of rank `own`.
 template <typename T>

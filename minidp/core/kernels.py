@@ -187,6 +187,23 @@ class Memory:
         return any(map(addresses.__contains__, map(Tensor.data_ptr, grads)))
 
 
+Tensors = Sequence[Tensor | None]
+
+
+def add_natively(left: Tensors, right: Tensors, to: Tensors | None = None) -> bool:
+    """Compute ``to[k] = left[k] + right[k]`` by the extension; by default to ``left``.
+
+    Returns:
+        Whether it was done. Nothing was, if the extension is not loaded, or unless all
+        are there, dense, on the CPU, of one real dtype, and those of each sum have one
+        shape and lie in memory in the same order.
+    """
+    library = native.library()
+    if library is None:
+        return False
+    return bool(library.add(left if to is None else to, left, right))
+
+
 # -- the native extension --------------------------------------------------------------
 
 

@@ -231,8 +231,9 @@ class Reducer:
     def _note_local(self, i: int) -> None:
         if self._has_gradient(i):
             self.ledger.used_locally.add(i)
+            running = _running(self._tasks)
             for each in self.queue.observers.of_local_grads:
-                each.added_locally(i, _running(self._tasks))
+                each.added_locally(i, running)
         self.local_backwards.begin()
 
     def _has_gradient(self, i: int) -> bool:

@@ -334,8 +334,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 self._logical.refuse_forward()
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
-        if self._logical is not None and self._logical.is_open:
-            broadcasts = False  # the loop has done it, once for all logical ranks
+        if self._logical is not None:
+            broadcasts = False  # the loop does it, so that anybody may evaluate alone
             rebuilds = rebuilds and not self._logical.has_reduced  # see `begins`
         reduces = with_grad and self.require_backward_grad_sync
         root = 0  # the rank whose module buffers are broadcast

@@ -1,11 +1,11 @@
 """Train with the same bits on any number of ranks, by logical ranks.
 
-Read `tree` (in which order gradients are added up), `partial_sums` (what a rank adds up
-by itself), `averaging` and `sparse_sums` (how the rest travels), `start` (from what
-each logical rank begins), `loop` (their turns, and mistakes in them), `options`. Then,
-for the option ``audit_every``: `audit` (what ranks compute again), `digests`,
-`verdicts`, `inquiry`. Much of what is exported is for `minidp.torchft` alone, where
-ranks may die in a step.
+Read `tree` (in which order gradients are added up), `arrived` (which of them a logical
+rank has brought), `partial_sums` (what a rank adds up by itself), `averaging` and
+`sparse_sums` (how the rest travels), `start` (from what each logical rank begins),
+`loop` (their turns, and mistakes in them), `options`. Then, for the option
+``audit_every``: `audit` (what ranks compute again), `digests`, `verdicts`, `inquiry`.
+Much of what is exported is for `minidp.torchft` alone, where ranks may die in a step.
 """
 
 from .audit import Audit

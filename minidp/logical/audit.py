@@ -38,11 +38,11 @@ from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain
 from minidp.layout import BucketPlan
 
+from .arrived import Grads
 from .averaging import TreeAveraging
 from .digests import Digests, digests_of, total
 from .inquiry import Details, Inquiry, Row, Settings, other_settings
 from .options import AuditOptions, conditions
-from .partial_sums import Grads
 from .start import Start
 from .tree import block
 from .verdicts import Pair, pairs
@@ -104,6 +104,8 @@ class Audit:
         self._weights, self._remember = weights, remember
         self._now: _Step | None = None
         self._alarm = ""  # what `judge` says
+        # By subject, the step of the first alarm, and how many there were.
+        self._alarms: dict[tuple[object, ...], tuple[int, int]] = {}
         self._last_good: int | None = None  # the last step without a difference
         self._told: Sequence[int] = ()  # settings of the ranks, when a warning told it
 
@@ -249,7 +251,12 @@ class Audit:
             has_owners, names = self._averaging.has_owners, self._names_of_slices()
             inquiry.judge_sums(by_shift, names, has_owners=has_owners)
         rank, has_stepped = self._communicator.rank, now.params is not None
-        self._alarm = inquiry.text(rank, self._last_good, has_stepped=has_stepped)
+        first, count = self._alarms.get(inquiry.subject, (now.number, 0))
+        self._alarms[inquiry.subject] = first, count + 1
+        if count and self._options.action == "warn":
+            self._alarm = inquiry.text_again(rank, first, count)
+        else:
+            self._alarm = inquiry.text(rank, self._last_good, has_stepped=has_stepped)
 
     def judge(self) -> None:
         """Raise or warn, as the options say, if the ranks have differed.

@@ -36,6 +36,7 @@ from .sparse_sums import SparsePieces
 from .tree import Node, Sums, adds_pairs, block, cover
 
 _SLICE_SECONDS = 0.5
+_GLANCE_SECONDS = 0.002  # after which whoever waits for a bucket looks at the others
 
 
 class Watch(Protocol):
@@ -80,7 +81,7 @@ class TreeAveraging(Averaging):
         self._adds_pairs = adds_pairs(leaves, communicator.size)
         if not self._adds_pairs:
             self.order = order_of_sums(leaves, self._nodes)
-        self._before: HostSum | None = None  # the bucket that was launched before
+        self._started: list[HostSum] = []  # the buckets of this backward, in order
         self.watch: Watch | None = None  # in an audited step
 
     @property
@@ -121,11 +122,11 @@ class TreeAveraging(Averaging):
     def begin(self) -> None:
         """Begin a backward, whose first bucket follows no other one."""
         super().begin()
-        self._before = None
+        self.let_go()
 
     def let_go(self) -> None:
-        """Let go of the last sum."""
-        self._before = None
+        """Let go of all sums that were started."""
+        self._started.clear()
 
     def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
         """Add the sums of this rank's other logical ranks to a full bucket.
@@ -168,8 +169,7 @@ class TreeAveraging(Averaging):
             return StreamSum(slices)
         if comm.is_python_group(group):
             return WaitedSum(slices)
-        self._before = HostSum(slices, self._before)
-        return self._before
+        return HostSum(slices, self._started)
 
     def slices(self, pieces: Sequence[Tensor], group: ProcessGroup) -> Slices:
         """Return how the pieces of a bucket, the payload last, are added up."""
@@ -374,19 +374,22 @@ class HostSum:
     """The sum of a bucket on the CPU, as a work.
 
     No thread drives it. It goes on whenever somebody waits for it, or asks whether it
-    is done.
+    is done. Whoever waits for another bucket of the same backward looks at it now and
+    then, too, so that the link is not idle until its own turn to be waited for.
 
     Args:
         slices: The bucket.
-        before: The sum that was started before this one. Its second message has to go
-            first on all ranks, because Gloo matches messages by their order.
+        started: The sums of this backward that were started before, to which this one
+            is added. Their second messages have to go first on all ranks, because Gloo
+            matches messages by their order.
     """
 
     can_time_out = True  # the host waits, and in slices of time
     needs_asking = True  # or it does not go on
 
-    def __init__(self, slices: Slices | SparsePieces, before: HostSum | None) -> None:
-        self._slices, self._before = slices, before
+    def __init__(self, slices: Slices | SparsePieces, started: list[HostSum]) -> None:
+        self._slices, self._started = slices, started
+        self._before = started[-1] if started else None
         self._error: Exception | None = None
         self._is_done = False
         self._future: Future[Any] | None = None
@@ -395,6 +398,7 @@ class HostSum:
         self._arrived, self._first = slices.exchange()
         self._second: comm.Work | None = None  # the all-gather
         self._rows: Tensor | None = None  # what it brings
+        started.append(self)
 
     def is_completed(self) -> bool:
         """Do what can be done now, and return whether the sum is there, or failed."""
@@ -407,7 +411,9 @@ class HostSum:
             left = deadline - world.now()
             if left <= 0:
                 return False
-            comm.is_done_within(self._awaited, left)
+            comm.is_done_within(self._awaited, min(left, _GLANCE_SECONDS))
+            for each in self._started:
+                each._advance()
         return True
 
     @property

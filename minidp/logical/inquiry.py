@@ -87,6 +87,7 @@ class Inquiry:
         self._repeats_left = MOST_REPEATS * all(row.may_repeat for row in rows)
         self._has_owners = False
         self._is_script = False  # the script is the likely cause
+        self._has_judged_pairs = bool(self._pairs)
 
     def _differs(self, pair: Pair) -> bool:
         own, other = self._rows[pair.owner], self._rows[pair.auditor]
@@ -252,6 +253,37 @@ class Inquiry:
         self._suspects.update(ranks)
         self._doubts.append(f"Ranks {listed(ranks)}: {sentence}.")
 
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """Who is named or suspected, and of what: equal if an alarm is the same again.
+
+        It is the same on all ranks.
+        """
+        kinds = (bool(self._weights), self._has_judged_pairs, bool(self.slices))
+        return (frozenset(self._named), frozenset(self._suspects), *kinds)
+
+    def text_again(self, rank: int, first: int, count: int) -> str:
+        """Return the short line that every rank warns if an alarm is the same again.
+
+        Args:
+            rank: The rank that speaks.
+            first: The step of the first such alarm.
+            count: How many there were before.
+        """
+        what = "names" if self._named else "finds a difference and suspects"
+        return (
+            f"[rank {rank}] The audit of step {self._step} {what} {self._hosts} again: "
+            f"the same as in step {first}, whose warning says more ({count + 1} such "
+            "audits by now)."
+        )
+
+    @property
+    def _hosts(self) -> str:
+        return ", ".join(
+            f"rank {each} on host {self._details[each].host}"
+            for each in sorted(self._named or self._suspects)
+        )
+
     def text(self, rank: int, last_good: int | None, *, has_stepped: bool) -> str:
         """Return the line that every rank raises or warns.
 
@@ -261,15 +293,12 @@ class Inquiry:
             has_stepped: Whether the optimizer has stepped already.
         """
         whom = self._named or self._suspects
-        hosts = ", ".join(
-            f"rank {each} on host {self._details[each].host}" for each in sorted(whom)
-        )
         if self._named:
-            what = f"The audit of step {self._step} names {hosts}."
+            what = f"The audit of step {self._step} names {self._hosts}."
         else:
             what = (
                 f"The audit of step {self._step} has found a difference, and cannot say"
-                f" which rank is wrong: {hosts}."
+                f" which rank is wrong: {self._hosts}."
             )
         sentences = [what, *self._sentences, *self._doubts]
         settings = [details.settings for details in self._details]

@@ -35,10 +35,11 @@ from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
 from minidp.trace import StepEvent
 
+from .arrived import Arrived, Grads, Taken, arrived_of
 from .audit import Audit
 from .averaging import TreeAveraging
 from .options import LogicalOptions
-from .partial_sums import Grads, PartialSums
+from .partial_sums import PartialSums
 from .start import Start
 from .tree import block
 
@@ -110,8 +111,6 @@ class LogicalRanks(Observer):
         sync_buffers: Broadcasts the module buffers, and returns them by name.
     """
 
-    sees_local_grads = True
-
     def __init__(
         self,
         reducer: Reducer,
@@ -129,6 +128,9 @@ class LogicalRanks(Observer):
         self._switch = switch
         self._sync_buffers = sync_buffers
         self._partial = PartialSums(options.number, mine)
+        self._arrived, is_told_by_hooks = arrived_of(reducer)
+        self.sees_local_grads = not is_told_by_hooks
+        self._has_sparse = any(spec.sparse for spec in reducer.queue.specs)
         self._rounds: Rounds = OneRound(self)
         self.audit: Audit | None = None  # with audit_every
         self._averaging = TreeAveraging(
@@ -177,8 +179,7 @@ class LogicalRanks(Observer):
             steps = [row[0] for row in gather_integers([self.step], group, device)]
         self.step = max(steps) if copy_from is None else steps[copy_from]
         self.options = replace(self.options, seed=seed)
-        has_sparse = any(spec.sparse for spec in self._reducer.queue.specs)
-        self._averaging.connect(has_sparse=has_sparse)
+        self._averaging.connect(has_sparse=self._has_sparse)
         if self.audit is not None:
             self.audit.connect()
 
@@ -211,7 +212,8 @@ class LogicalRanks(Observer):
         buffers = self._sync_buffers()
         observers.on_step_event(StepEvent.MODULE_BEGIN)
         params = self._reducer.params
-        loop = self._open = _Loop(Start(params, self._module, buffers))
+        start = Start(params, self._module, buffers, self._arrived)
+        loop = self._open = _Loop(start, self._arrived)
         self._partial.clear()
         for now in self._rounds.of_step(step, self._partial, loop.start):
             self.step, self.block = now.step, now.leaves
@@ -223,6 +225,7 @@ class LogicalRanks(Observer):
         self._partial.clear()
         self._close()
         self.step += 1
+        self._sync_buffers()  # an evaluation is the same on all ranks
         if self.audit is not None:
             self.audit.judge()
 
@@ -279,7 +282,7 @@ class LogicalRanks(Observer):
                 "run a backward() in each turn of the loop",
             )
         self._refuse_changes(loop, leaf)
-        grads = self._take(loop, leaf)
+        grads, _ = self._take(loop, leaf)
         self._switch(enabled=True)
         put_back()
         return grads
@@ -302,21 +305,16 @@ class LogicalRanks(Observer):
             )
         self._refuse_changes(loop, leaf)
         if not is_last:
-            grads = self._take(loop, leaf)
+            grads, are_plain = self._take(loop, leaf)
             if self.audit is not None:
                 self.audit.has_computed(leaf, grads)
-            self._partial.add(leaf, grads)
+            self._partial.add(leaf, grads, are_plain=are_plain)
         if leaf == 0:
             loop.start.keep_buffers()
 
     def _refuse_changes(self, loop: _Loop, leaf: int) -> None:
         """Refuse a turn in which the script has changed gradients or parameters."""
-        params = self._reducer.params
-        changed = [
-            self._reducer.names[i]
-            for i, (grad, version) in loop.arrived.items()
-            if params[i].grad is not grad() or version != _version(params[i].grad)
-        ]
+        changed = [self._reducer.names[i] for i in loop.arrived.changed()]
         if changed:
             self._fail(
                 f"Gradients were changed in logical rank {leaf}, after its backward.",
@@ -337,9 +335,12 @@ class LogicalRanks(Observer):
                 names,
             )
 
-    def _take(self, loop: _Loop, leaf: int) -> Grads:
+    def _take(self, loop: _Loop, leaf: int) -> Taken:
         """Take the gradients of a logical rank out of ``.grad``."""
-        grads = loop.start.take()
+        taken = loop.start.take()
+        grads, specs = taken.grads, self._reducer.queue.specs
+        if taken.are_plain and not self._has_sparse:
+            return taken
         named = zip(self._reducer.names, grads, strict=True)
         missing = [name for name, grad in named if grad is None]
         if missing and not self._reducer.mode.fills_in_missing:
@@ -349,7 +350,6 @@ class LogicalRanks(Observer):
                 "find_unused_parameters=True",
                 missing,
             )
-        specs = self._reducer.queue.specs
         if wrong := [
             f"{spec.name} ({grad.layout})"
             for spec, grad in zip(specs, grads, strict=True)
@@ -367,14 +367,14 @@ class LogicalRanks(Observer):
                 f"The gradients of logical rank {leaf} have a graph of their own.",
                 "call backward() without create_graph=True",
             )
-        return grads
+        return taken
 
     # -- what the reducer tells --------------------------------------------------------
 
     def added_locally(self, i: int, through_outputs: Collection[int]) -> None:
         """Note that the present logical rank has brought a gradient."""
         if self._open is not None:
-            self._open.note(i, self._reducer.params[i].grad)
+            self._open.arrived.note(i)
 
     def begins(self) -> None:
         """Refuse a second reduction in one loop, and changed parameters.
@@ -403,8 +403,7 @@ class LogicalRanks(Observer):
         self._open.arrived.clear()
         observers = self._reducer.queue.observers.everybody
         if not any(each.uses_grads for each in observers):  # who may clip them
-            for i, param in enumerate(self._reducer.params):
-                self._open.note(i, param.grad)
+            self._open.arrived.note_all()
 
     def abandon(self) -> None:
         """Leave the loop that is open, because of `reset()`.
@@ -486,14 +485,13 @@ class _Loop:
 
     Args:
         start: What each logical rank begins with.
+        arrived: The gradients that the logical rank has brought whose turn it is.
     """
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
+    def __init__(self, start: Start, arrived: Arrived) -> None:
+        self.start, self.arrived = start, arrived
         self.now = -1  # the logical rank whose turn it is
         self.num_reduced = 0
-        # The gradients that it has brought, by index: the tensors, and their versions.
-        self.arrived: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         # Loops of several wrappers may be open at once, as by `zip`, and end in any
         # order. The first of them has found the script's numbers.
         other = next(iter(_open_loops), None)
@@ -520,11 +518,6 @@ class _Loop:
         self.now = leaf
         self.arrived.clear()
 
-    def note(self, i: int, grad: Tensor | None) -> None:
-        """Note the gradient of a parameter, as it is now."""
-        if grad is not None:
-            self.arrived[i] = weakref.ref(grad), _version(grad)
-
     def leave(self) -> None:
         """Give the script its random numbers back, if no other loop is open."""
         _open_loops.discard(self)
@@ -534,8 +527,3 @@ class _Loop:
 
 # Those of this process. A loop that was left, and whose wrapper is gone, is none.
 _open_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
-
-
-def _version(grad: Tensor | None) -> int:
-    """Return a number that a change alters; views share that of their bucket."""
-    return -1 if grad is None or grad._base is not None else grad._version

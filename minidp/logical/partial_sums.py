@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from minidp.accelerator import After, has_streams, use_here
+from minidp.core import add_natively
 from minidp.layout import BucketPlan
 
+from .arrived import Grads
 from .sparse_sums import add_sparse, no_rows
 from .tree import Node, Sums, cover
 
 _CACHED_BYTES = 128 * 1024  # of a bucket, besides as much of what is added to it
-
-# A gradient for each parameter. None stands for zeros: this logical rank has not used
-# the parameter.
-Grads = list[Tensor | None]
 
 
 class Piece(NamedTuple):
@@ -116,14 +114,22 @@ class PartialSums:
     def _open(self) -> list[tuple[Node, Grads]]:
         return [(node, piece.grads) for node, piece in self._sums.open]
 
-    def add(self, leaf: int, grads: Grads) -> None:
-        """Add the gradients of a logical rank, whose memory is ours from now on."""
-        devices = {grad.device for grad in grads if grad is not None}
-        with_streams = [each for each in devices if has_streams(each)]
+    def add(self, leaf: int, grads: Grads, *, are_plain: bool = False) -> None:
+        """Add the gradients of a logical rank, whose memory is ours from now on.
+
+        Args:
+            leaf: The number of the logical rank.
+            grads: Its gradients.
+            are_plain: See `Taken`.
+        """
+        with_streams: list[torch.device] = []
+        if not are_plain:
+            devices = {grad.device for grad in grads if grad is not None}
+            with_streams = [each for each in devices if has_streams(each)]
+            # Two embeddings may share the memory of their values: no sum is in place.
+            grads = [_coalesced(grad) for grad in grads]
         if with_streams:
             use_here(*grads)  # the streams of the backward have made them
-        # Two embeddings may share the memory of their values: no sum is in place.
-        grads = [g.coalesce() if g is not None and g.is_sparse else g for g in grads]
         node = Node(0, leaf)
         if node in self._places:
             grads = copied(grads, self._places[node])
@@ -156,6 +162,8 @@ class PartialSums:
                 total = total if grad is None else add_sparse(grad, total)
             if total is not payload:
                 payload.copy_(total)
+            return
+        if not sums:
             return
         # On the CPU what was just written is in the cache. On a device a launch costs
         # more than memory.
@@ -194,6 +202,10 @@ class PartialSums:
                 [place for place in places if place is not None],  # of a dense bucket
                 [grads[i] for i in plan.indices],
             )
+
+
+def _coalesced(grad: Tensor | None) -> Tensor | None:
+    return grad.coalesce() if grad is not None and grad.is_sparse else grad
 
 
 def views_of(plan: BucketPlan, row: Tensor) -> list[Tensor]:
@@ -242,6 +254,8 @@ def plus(
     left: Grads, right: Grads, places: Sequence[Tensor | None] | None = None
 ) -> Grads:
     """Return the sums of the gradients of two nodes, in places or memory of both."""
+    if add_natively(left, right, places):
+        return left if places is None else list(places)
     if places is None:
         places = [None] * len(left)
     triples = list(zip(left, right, places, strict=True))
@@ -280,6 +294,8 @@ def _sum_in(place: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _add(views: Sequence[Tensor], grads: Grads) -> None:
     """Add gradients to the views of a bucket."""
+    if add_natively(views, grads):
+        return
     pairs = list(zip(views, grads, strict=True))
     both = [(view, grad) for view, grad in pairs if grad is not None]
     if both:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+from .arrived import Arrived, Grads, Taken
 from .digests import digests_of
-from .partial_sums import Grads
+
+_version_of = attrgetter("_version")
 
 
 class Start:
@@ -18,6 +21,7 @@ class Start:
         params: The parameters.
         module: The module.
         buffers: The buffers of the module that all ranks have in common, by name.
+        arrived: Takes their gradients.
     """
 
     def __init__(
@@ -25,8 +29,9 @@ class Start:
         params: Sequence[nn.Parameter],
         module: nn.Module,
         buffers: Mapping[str, Tensor],
+        arrived: Arrived,
     ) -> None:
-        self._params, self._module = params, module
+        self._params, self._module, self._arrived = params, module, arrived
         self._grads: Grads | None = None  # None: nobody has looked yet
         # Also those that are ignored, or have a second name: they stay.
         self._known = {name for _, _, name in self._places()}
@@ -35,7 +40,7 @@ class Start:
 
     def note_state(self) -> None:
         """Note parameters and buffers: the step begins with what they are now."""
-        self._versions = [param._version for param in self._params]
+        self._versions = list(map(_version_of, self._params))
         self._first = self._saved_buffers(self._common)
         # Those that logical rank 0 has left, if it had its turn here.
         self._kept: Mapping[str, tuple[Tensor, Tensor]] | None = None
@@ -46,26 +51,35 @@ class Start:
         Not before, because `zero_grad()` may come in the first turn of the loop. It is
         usually None. Averages that are kept count once in each logical rank.
         """
+        if self._grads is None and not self._arrived.is_any_there():
+            self._grads = [None] * len(self._params)
         if self._grads is None:
             self._grads = [
                 None if param.grad is None else param.grad.detach().clone()
                 for param in self._params
             ]
 
+    @property
+    def _has_grads(self) -> bool:
+        return self._grads is not None and set(map(type, self._grads)) != {type(None)}
+
     def changed_parameters(self) -> list[int]:
         """Return the indices of parameters that were changed since the beginning."""
-        pairs = zip(self._params, self._versions, strict=True)
-        return [
-            i for i, (param, version) in enumerate(pairs) if param._version != version
-        ]
+        now = list(map(_version_of, self._params))
+        if now == self._versions:
+            return []
+        pairs = zip(now, self._versions, strict=True)
+        return [i for i, (version, before) in enumerate(pairs) if version != before]
 
-    def take(self) -> Grads:
+    def take(self) -> Taken:
         """Return the gradients that a logical rank has left in ``.grad``.
 
         Those that were there before stay where they are; the others are set to None.
         """
         self.note_grads()
         assert self._grads is not None
+        if not self._has_grads:
+            return Taken(*self._arrived.take())
         found: Grads = []
         for param, before in zip(self._params, self._grads, strict=True):
             grad = param.grad
@@ -74,12 +88,13 @@ class Start:
                 continue
             found.append(grad)
             param.grad = None
-        return found
+        return Taken(found, are_plain=False)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Let a logical rank begin like the first one."""
-        for param, before in zip(self._params, self._grads or (), strict=False):
+        grads = self._grads if self._has_grads else None
+        for param, before in zip(self._params, grads or (), strict=False):
             if before is not None and param.grad is None:
                 param.grad = before.clone()
             elif before is not None and param.grad is not None:

@@ -186,7 +186,7 @@ def warned(ctx, scenario, number):
     texts = [str(each.message) for each in caught]
     alarms = [text for text in texts if "The audit of step" in text]
     assert len(alarms) == trainings.STEPS
-    assert all(names(1) in text for text in alarms)
+    assert all(names(1)[:-1] in text for text in alarms)
     return found
 
 
@@ -221,6 +221,35 @@ def test_the_guard_knows_nothing_of_what_ranks_do_for_others(ctx):
     assert not acts.unsynced
     assert model.require_backward_grad_sync
     assert model.require_forward_param_sync
+
+
+@on_ranks(2, 3)
+def test_the_same_warning_is_short_from_the_second_time_on(ctx):
+    """Another kind of difference has the whole text again."""
+    model = wrapped(ctx, net(), 6, audit_every=1, audit_action="warn")
+    told = []
+    for step in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if step == 3:
+                with torch.no_grad():
+                    model.module[0].weight[0, 0] += ctx.rank == 1
+            is_faulty = ctx.rank == 1 and step < 3
+            fault = partial(IN_GRADIENT, model.module) if is_faulty else nullcontext
+            turns(ctx, model, step, fault)
+            model.zero_grad()
+        told += [str(each.message) for each in caught]
+    first, *again, other = told
+    assert "names rank 1 on host" in first
+    assert "What to do" in first
+    assert len(again) == 2
+    for number, text in enumerate(again, 1):
+        assert text.startswith(f"[rank {ctx.rank}] The audit of step {number} names")
+        assert f"{names(1)[:-1]} again: the same as in step 0" in text
+        assert f"({number + 1} such audits by now)" in text
+        assert len(text) < 200
+    assert "What to do" in other
+    assert "parameters" in other
 
 
 @on_ranks(2, 3)

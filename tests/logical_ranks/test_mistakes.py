@@ -456,3 +456,34 @@ def test_a_copy_has_the_same_logical_ranks(ctx):
     assert later.logical_state["first_step"] == 1
     both = [[p.grad for p in each.parameters()] for each in (model, twin)]
     assert same(*both)
+
+
+def trained_and_evaluated(ctx, times):
+    """Return the module's state after some steps, and the losses of evaluations."""
+    module, losses = net(), []
+    torch.manual_seed(7)
+    options = {"process_group": ctx.group, "hang_timeout": 10}
+    model = DataParallel(module, logical_ranks=6, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(4):
+        trained(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        module.eval()
+        for _ in range(times):
+            with torch.no_grad():
+                losses.append(model(batch(step, 99)).square().mean())
+        module.train()
+    return [each.clone() for each in module.state_dict().values()], losses
+
+
+@pytest.mark.parametrize("who", ["rank 0", "the last rank", "all"])
+@on_ranks(1, 2, 3)
+def test_anybody_may_evaluate_between_steps(ctx, who):
+    """Also alone, and more often than others: it sends nothing."""
+    last = ctx.world_size - 1
+    evaluates = who == "all" or ctx.rank == (0 if who == "rank 0" else last)
+    expected, _ = trained_and_evaluated(ctx, 0)
+    state, losses = trained_and_evaluated(ctx, 1 + ctx.rank if evaluates else 0)
+    assert same(expected, state)
+    return state, set(map(float, losses)) if who == "all" else ()

@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "replica": {"core", "hooks", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
     "logical": {"replica", "core", "comm", "hooks", "shared_memory", "layout"}
-    | {"randomness"}
+    | {"native", "randomness"}
     | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
