@@ -70,8 +70,8 @@ std::pair<std::vector<at::Tensor>, bool> Arrived::take() {
   bool are_plain = true;
   for (const auto& param : params_) {
     auto& grad = param.mutable_grad();
-    are_plain = are_plain && grad.defined() && grad.is_cpu() && has_memory(grad) &&
-        !grad.requires_grad();
+    are_plain =
+        are_plain && grad.defined() && grad.is_cpu() && has_memory(grad) && !grad.requires_grad();
     grads.push_back(std::move(grad));
     grad.reset();
   }

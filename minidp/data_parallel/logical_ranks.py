@@ -110,7 +110,7 @@ def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
     def switch(*, enabled: bool) -> None:
         wrapper.require_backward_grad_sync = enabled
 
-    def sync_buffers() -> Mapping[str, Tensor]:
+    def sync_buffers(*, before_loop: bool) -> Mapping[str, Tensor]:
         replication: Replication = wrapper._replication
         replication.collect(wrapper.module)
         if wrapper.forward_sync_buffers and replication.buffers:
@@ -119,7 +119,7 @@ def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
                 without_user_modes(keeps_inference=True),
             ):
                 replication.broadcast_buffers(wrapper.module)
-            wrapper.require_forward_param_sync = False
+            wrapper.require_forward_param_sync = not before_loop
         return replication.buffers
 
     built = LogicalRanks(ddp._reducer, ddp.module, options, switch, sync_buffers)

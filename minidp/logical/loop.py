@@ -108,7 +108,8 @@ class LogicalRanks(Observer):
         module: The wrapped module.
         options: How many logical ranks there are, and where their random numbers begin.
         switch: Switches reductions on and off.
-        sync_buffers: Broadcasts the module buffers, and returns them by name.
+        sync_buffers: Broadcasts the module buffers, and returns them by name. It is
+            told whether a loop begins, whose forwards then broadcast nothing.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LogicalRanks(Observer):
         module: nn.Module,
         options: LogicalOptions,
         switch: Switch,
-        sync_buffers: Callable[[], Mapping[str, Tensor]],
+        sync_buffers: Callable[..., Mapping[str, Tensor]],
     ) -> None:
         communicator = reducer.communicator
         self.options = options
@@ -142,11 +143,6 @@ class LogicalRanks(Observer):
         # runs, unless the script says another number.
         self.step = options.first_step
         self._open: _Loop | None = None  # the loop that has begun, and not ended
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a loop has begun, and not ended."""
-        return self._open is not None
 
     @property
     def has_reduced(self) -> bool:
@@ -209,7 +205,7 @@ class LogicalRanks(Observer):
         observers = self._reducer.queue.observers
         observers.on_step_event(StepEvent.LOOP_BEGIN)
         # Before buffers are read: their broadcast must not find an open loop.
-        buffers = self._sync_buffers()
+        buffers = self._sync_buffers(before_loop=True)
         observers.on_step_event(StepEvent.MODULE_BEGIN)
         params = self._reducer.params
         start = Start(params, self._module, buffers, self._arrived)
@@ -225,7 +221,7 @@ class LogicalRanks(Observer):
         self._partial.clear()
         self._close()
         self.step += 1
-        self._sync_buffers()  # an evaluation is the same on all ranks
+        self._sync_buffers(before_loop=False)  # an evaluation is the same on all ranks
         if self.audit is not None:
             self.audit.judge()
 
