@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torchft's and those of its servers
 ]
 RATE = 0.05
-PATIENCE = timedelta(seconds=10)  # a thread that dies does not close its connections
+PATIENCE = timedelta(seconds=6)  # a thread that dies does not close its connections
 LOCK = threading.Lock()  # of the global random generator
 SMALL = {"bucket_cap_mb": 0.01}
 VIEWS = SMALL | {"gradient_as_bucket_view": True}
