@@ -19,7 +19,7 @@ from minidp.core import Averaging
 from minidp.errors import GradientError, explain
 from minidp.hooks import CommHook
 from minidp.layout import BucketPlan
-from minidp.shared_memory import SharedBuffer
+from minidp.shared_memory import BufferShape, SharedBuffer
 
 from .owners import Owners
 
@@ -76,6 +76,11 @@ class ShardedAveraging(Averaging):
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
         widths = [each.numel * reals for each in self._owners.stretches(plan)]
         return ShareSum(payload, widths, self._communicator.group)
+
+    def shape_of(self, plan: BucketPlan) -> BufferShape:  # noqa: D102
+        stretches = self._owners.stretches(plan)
+        bounds = (0, *(each.stop for each in stretches))
+        return BufferShape(plan.numel, plan.dtype, bounds=bounds)
 
     def register(self, hook: CommHook) -> None:
         """Refuse a comm hook.

@@ -71,6 +71,8 @@ class ShardedBucket(DenseBucket):
 
     def __init__(self, owners: Owners, plan: BucketPlan, *more: Any) -> None:
         super().__init__(plan, *more)
+        self._owners = owners
+        self._given: Room | None = None  # views of shared memory, made when needed
         self.own = owners.stretches(plan)[self.communicator.rank].slots
         self.foreign = [k for k in range(len(self.params)) if k not in self.own]
 
@@ -93,6 +95,18 @@ class ShardedBucket(DenseBucket):
             ]
             return Room(self.plan, flat, views)
         return Room(self.plan, self._values, self.views, has_grads=self._as_view)
+
+    def given_room(self, shared: SharedBuffer) -> Room:
+        """Return the memory in which each rank gives the values of its share."""
+        if self._given is None:
+            dtype, size = self.plan.dtype, self.communicator.size
+            rows = [shared.given(rank).view(dtype) for rank in range(size)]
+            views = []
+            for slot in self.plan.slots:
+                row = rows[self._owners.of[slot.param_index]]
+                views.append(row.as_strided(slot.shape, slot.stride, slot.offset))
+            self._given = Room(self.plan, rows[self.communicator.rank], views)
+        return self._given
 
     def _write_in_python(self, untouched: Slots) -> None:
         own = [k for k in self.own if k not in untouched]

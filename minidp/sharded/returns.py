@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minidp import comm
 from minidp.core import Reducer
+from minidp.shared_memory import SharedBuffer
 
 from .bucket import ShardedBucket
 from .owners import Owners, Stretch
@@ -74,6 +75,9 @@ class Return:
         self._communicator = communicator = bucket.communicator
         number = bucket.plan.number
         self._works: list[comm.Work] = []
+        if bucket.shared is not None:
+            self._give(bucket, bucket.shared)
+            return
         self._room = bucket.room()
         for rank, stretch in enumerate(stretches):
             if not stretch.numel or communicator.size == 1:
@@ -85,11 +89,23 @@ class Return:
                 communicator.note_started(work, bucket.plan.device)
             self._works.append(work)
 
+    def _give(self, bucket: ShardedBucket, shared: SharedBuffer) -> None:
+        """Write own values to memory from which the other ranks read them."""
+        self._room = bucket.given_room(shared)
+        number = bucket.plan.number
+        with self._communicator.watching("giving new values of parameters", number):
+            self._pack(self._stretches[self._communicator.rank])
+            work = shared.give()
+            self._communicator.note_started(work, bucket.plan.device)
+        self._works.append(work)
+
     def _pack(self, stretch: Stretch) -> Tensor:
         """Return this rank's new values in memory that stays as it is."""
         views, flat = self._room.own(stretch)
-        with torch.no_grad():
-            torch._foreach_copy_(views, [self._bucket.params[k] for k in stretch.slots])
+        params: list[Tensor] = [self._bucket.params[k] for k in stretch.slots]
+        if params:
+            with torch.no_grad():
+                torch._foreach_copy_(views, params)
         return flat
 
     def finish(self) -> None:
