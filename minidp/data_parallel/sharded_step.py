@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from minidp.console import warn
 from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
 from minidp.replica import verify
-from minidp.sharded import Owners, ShardedStep, balanced, check_optimizers, is_divided
+from minidp.sharded import (
+    Owners,
+    ShardedStep,
+    balanced,
+    check_mark,
+    check_optimizers,
+    is_divided,
+    keep_own,
+    whole_state,
+)
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
@@ -67,6 +76,13 @@ def sharded_step(  # noqa: D417 -- self: a method
             raise ValueError(f"sharded_step does not go with {reason}.")
         check_optimizers(optimizers, is_per_parameter=per_parameter)
         steppers = _steppers(self, optimizers)
+        sizes = [spec.nbytes for spec in reducer.queue.specs]
+        owners = balanced(sizes, steppers, group.size())
+        scales = grad_scaler is not None and grad_scaler.is_enabled()
+        if scales:
+            _refuse_empty_shares(owners)
+        for optimizer in optimizers:
+            check_mark(optimizer.param_groups, owners, reducer.rank)
     except Exception as error:
         verify.verify(error, group, device)
         raise
@@ -79,11 +95,6 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
     verify.verify(texts, group, device)
-    sizes = [spec.nbytes for spec in reducer.queue.specs]
-    owners = balanced(sizes, steppers, group.size())
-    scales = grad_scaler is not None and grad_scaler.is_enabled()
-    if scales:
-        _refuse_empty_shares(owners)
     self._sharded = ShardedStep(
         reducer, optimizers, owners, allow_changes=allow_changes, scales=scales
     )
@@ -91,11 +102,38 @@ def sharded_step(  # noqa: D417 -- self: a method
     for optimizer in optimizers:
         self._guard.leave_to_others(optimizer)
     self._replication.compares_at_once()
-    for i, param in enumerate(reducer.params):
-        if owners.of[i] != reducer.rank:
-            optimizers[steppers[i]].state.pop(param, None)
+    for number, optimizer in enumerate(optimizers):
+        keep_own(optimizer, reducer, owners, number)
     with without_user_modes(keeps_inference=True):
         reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+
+
+def whole_optimizer_state(  # noqa: D417 -- self: a method
+    self: DataParallel, optimizer: Optimizer, to: int = 0
+) -> dict[str, Any] | None:
+    """Collect the state of an optimizer whose steps are divided (`sharded_step`).
+
+    All ranks call it together::
+
+        state = model.whole_optimizer_state(optimizer)
+        if rank == 0:
+            torch.save({"model": net.state_dict(), "optimizer": state}, path)
+
+    The result is what ``optimizer.state_dict()`` of a plain loop returns. Any number of
+    ranks can load it, by ``optimizer.load_state_dict(state)`` on each of them, before
+    or after `sharded_step`. ``optimizer.state_dict()`` has the share of this rank, and
+    only this rank, among as many, can load it.
+
+    Args:
+        optimizer: The optimizer. If its steps are not divided, nothing is collected.
+        to: The rank that gets the state.
+
+    Returns:
+        The state on rank ``to``, and None on the other ranks.
+    """
+    if self._sharded is None or not is_divided(optimizer):
+        return optimizer.state_dict() if self._reducer.rank == to else None
+    return whole_state(optimizer, self._reducer, to)
 
 
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:

@@ -30,6 +30,7 @@ from minidp.guard import is_nested
 from .agreement import Act, Agreement, Intent, Problem
 from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
+from .checkpoint import hook_state
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
@@ -92,8 +93,9 @@ class ShardedStep(Observer):
         if self._overflows is not None:
             queue.exchanges.append(self._overflows.exchange)
         queue.observers.append(self)
-        for optimizer in self.optimizers:
+        for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
+            hook_state(optimizer, reducer, owners, number)
 
     # -- a backward --------------------------------------------------------------------
 
