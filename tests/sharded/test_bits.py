@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+import minidp
 from minidp import DataParallel
 from tests.support.both import same
 from tests.support.ranks import on_ranks
@@ -166,3 +167,22 @@ def test_the_state_is_divided(ctx):
 def nbytes(optimizer):
     states = optimizer.state.values()
     return sum(t.nbytes for s in states for t in s.values() if torch.is_tensor(t))
+
+
+@on_ranks(2)
+def test_a_model_without_a_wrapper(ctx):
+    torch.manual_seed(3)
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    handle = minidp.attach(net, process_group=ctx.group)
+    ddp = DistributedDataParallel(plain, process_group=ctx.group)
+    kinds = [torch.optim.AdamW(each.parameters(), 0.01) for each in (net, plain)]
+    handle.data_parallel.sharded_step(kinds[0])
+    for step in range(4):
+        for model, optimizer in zip((net, ddp), kinds, strict=True):
+            model(batch(ctx, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [p.detach().clone() for p in net.parameters()]
+    assert same(found, [p.detach() for p in plain.parameters()])
+    return found
