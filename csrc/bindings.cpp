@@ -220,11 +220,18 @@ at::Tensor buffer_of(const std::shared_ptr<SharedMemory>& memory, size_t bucket,
       memory->data(bucket, row), {shape.numel}, keep, at::TensorOptions(shape.type));
 }
 
+at::Tensor given_by(const std::shared_ptr<SharedMemory>& memory, size_t bucket, int rank) {
+  const auto& shape = memory->shape(bucket);
+  const auto keep = [memory](void* /*data*/) {};
+  return at::from_blob(
+      memory->given(bucket, rank), {shape.numel}, keep, at::TensorOptions(shape.type));
+}
+
 void bind_shared_memory(py::module_& module) {
   using minidp::SumOrder;
   using Order = std::shared_ptr<SumOrder>;
   using Longs = std::vector<int64_t>;  // from any sequence; Integers are opaque
-  using Buffer = std::tuple<int64_t, at::ScalarType, Order>;
+  using Buffer = std::tuple<int64_t, at::ScalarType, Order, Longs>;
   py::class_<SumOrder, Order>(module, "SumOrder")
       .def(
           py::init([](const Longs& counts, const Longs& postfix) {
@@ -238,8 +245,8 @@ void bind_shared_memory(py::module_& module) {
       .def(
           py::init([](int rank, int size, const std::vector<Buffer>& buckets) {
             std::vector<minidp::BucketShape> shapes;
-            for (const auto& [numel, type, order] : buckets) {
-              shapes.push_back({numel, type, order});
+            for (const auto& [numel, type, order, bounds] : buckets) {
+              shapes.push_back({numel, type, order, bounds});
             }
             return std::make_shared<SharedMemory>(rank, size, std::move(shapes));
           }),
@@ -272,7 +279,16 @@ void bind_shared_memory(py::module_& module) {
           py::arg("bucket"),
           py::arg("seconds"),
           py::arg("into") = py::none())
-      .def("missing", &SharedMemory::missing);
+      .def("missing", &SharedMemory::missing)
+      .def("given", &given_by, py::arg("bucket"), py::arg("rank"))
+      .def("give", &SharedMemory::give)
+      .def(
+          "wait_given",
+          &SharedMemory::wait_given,
+          py::arg("bucket"),
+          py::arg("seconds"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("not_given", &SharedMemory::not_given);
 }
 
 #endif

@@ -231,6 +231,31 @@ void sum_in_given_order(
   });
 }
 
+void sum_share(
+    const std::vector<void*>& ranks,
+    const BucketShape& bucket,
+    int64_t begin,
+    int64_t end,
+    int own,
+    const Tiles* tiles) {
+  with_type(bucket.type, [&](auto x) {
+    using T = decltype(x);
+    alignas(kLine) T sum[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int64_t n = std::min(kBlock, end - at);
+      std::memcpy(sum, static_cast<const T*>(ranks[0]) + at, n * sizeof(T));
+      for (size_t rank = 1; rank < ranks.size(); ++rank) {
+        Adder<T>::add(sum, static_cast<const T*>(ranks[rank]) + at, n);
+      }
+      if (tiles != nullptr) {
+        tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
+      } else {
+        std::memcpy(static_cast<T*>(ranks[own]) + at, sum, n * sizeof(T));
+      }
+    }
+  });
+}
+
 void sum_in_ring_order(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
@@ -355,25 +380,35 @@ class SharedMemory::Mapping {
 };
 
 // A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket
-// the number of rounds that its rank has posted; the core on which it posted last; the buckets.
+// the number of rounds that its rank has posted; the core on which it posted last; per bucket how
+// often its rank has given; the buckets.
 SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
     : rank_(rank),
       size_(size),
       buckets_(std::move(buckets)),
       rounds_(buckets_.size(), 0),
+      summed_(buckets_.size(), 0),
+      given_(buckets_.size(), 0),
       mappings_(size),
       addresses_(buckets_.size(), std::vector<void*>(size, nullptr)) {
   const size_t head =
-      kLine + buckets_.size() * (sizeof(Counters) + sizeof(uint32_t)) + sizeof(uint32_t);
+      kLine + buckets_.size() * (sizeof(Counters) + 2 * sizeof(uint32_t)) + sizeof(uint32_t);
   int64_t at = round_up(static_cast<int64_t>(head), kPage);
   for (const auto& bucket : buckets_) {
     with_type(bucket.type, [](auto) {});
     if (bucket.order && static_cast<int>(bucket.order->counts.size()) != size) {
       throw std::invalid_argument("an order for another number of ranks");
     }
+    const auto& bounds = bucket.bounds;
+    const bool are_shares = bounds.empty() ||
+        (!bucket.order && static_cast<int>(bounds.size()) == size + 1 && bounds.front() == 0 &&
+         bounds.back() == bucket.numel && std::is_sorted(bounds.begin(), bounds.end()));
+    if (!are_shares) {
+      throw std::invalid_argument("not a share for each rank");
+    }
     const auto bytes = bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.type));
     offsets_.push_back(at);
-    at += row_stride(bucket) * (bucket.order ? bucket.order->most : 1);
+    at += row_stride(bucket) * (bucket.order ? bucket.order->most : bucket.rows(rank));
     pieces_.push_back(std::max<int64_t>(1, round_up(bytes, kPieceBytes) / kPieceBytes));
   }
   nbytes_ = round_up(at, kPage);
@@ -436,11 +471,18 @@ const BucketShape& SharedMemory::shape(size_t bucket) const {
 }
 
 void* SharedMemory::data(size_t bucket, int32_t row) const {
-  const auto& order = shape(bucket).order;
-  if (row < 0 || row >= (order ? order->counts[rank_] : 1)) {
+  if (row < 0 || row >= shape(bucket).rows(rank_)) {
     throw std::invalid_argument("this rank has no such row");
   }
   return static_cast<char*>(addresses_[bucket][rank_]) + row * row_stride(shape(bucket));
+}
+
+void* SharedMemory::given(size_t bucket, int rank) const {
+  if (shape(bucket).bounds.empty() || rank < 0 || rank >= size_) {
+    throw std::invalid_argument("a bucket without shares, or no rank");
+  }
+  refuse_in_child();
+  return static_cast<char*>(addresses_[bucket][rank]) + row_stride(shape(bucket));
 }
 
 SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
@@ -449,6 +491,10 @@ SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
 
 std::atomic<uint32_t>* SharedMemory::posted_by(int rank) const {
   return reinterpret_cast<std::atomic<uint32_t>*>(mappings_[rank]->counters() + buckets_.size());
+}
+
+std::atomic<uint32_t>* SharedMemory::given_by(int rank) const {
+  return posted_by(rank) + buckets_.size() + 1;
 }
 
 std::atomic<uint32_t>& SharedMemory::core_of(int rank) const {
@@ -467,6 +513,9 @@ bool SharedMemory::may_spin() const {
 }
 
 bool SharedMemory::is_done(size_t bucket) const {
+  if (!buckets_[bucket].bounds.empty()) {
+    return summed_[bucket] == rounds_[bucket];
+  }
   return counters(bucket).done.load(std::memory_order_acquire) == rounds_[bucket] * pieces_[bucket];
 }
 
@@ -503,6 +552,9 @@ bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
   if (!all_posted(bucket)) {
     return false;
   }
+  if (!buckets_[bucket].bounds.empty()) {
+    return sum_own(bucket, tiles);
+  }
   auto& shared = counters(bucket);
   const BucketShape& shape = buckets_[bucket];
   const uint32_t end = rounds_[bucket] * pieces_[bucket];
@@ -528,6 +580,21 @@ bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
     next = shared.claimed.load(std::memory_order_relaxed);
   }
   return is_done(bucket);
+}
+
+// All ranks have posted. Nobody else needs to know when this is over: the values are read again
+// only after the owner has given new ones, or has come to the next agreement.
+bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
+  const BucketShape& shape = buckets_[bucket];
+  const int64_t from = shape.bounds[rank_];
+  const int64_t to = shape.bounds[rank_ + 1];
+  sum_share(addresses_[bucket], shape, from, to, rank_, tiles);
+  if (tiles != nullptr) {
+    const auto item = static_cast<int64_t>(c10::elementSize(shape.type));
+    tiles->written.emplace_back(from * item, to * item);
+  }
+  summed_[bucket] = rounds_[bucket];
+  return true;
 }
 
 bool SharedMemory::wait(size_t bucket, double seconds, Tiles* tiles) {
@@ -567,6 +634,49 @@ std::vector<int> SharedMemory::missing(size_t bucket) const {
     }
   }
   return found;
+}
+
+void SharedMemory::give(size_t bucket) {
+  refuse_in_child();
+  const uint32_t times = ++given_.at(bucket);
+  given_by(rank_)[bucket].store(times, std::memory_order_release);
+  counters(bucket).announce();
+}
+
+std::vector<int> SharedMemory::not_given(size_t bucket) const {
+  refuse_in_child();
+  std::vector<int> found;
+  for (int rank = 0; rank < size_; ++rank) {
+    const uint32_t times = given_by(rank)[bucket].load(std::memory_order_acquire);
+    if (static_cast<int32_t>(times - given_.at(bucket)) < 0) {
+      found.push_back(rank);
+    }
+  }
+  return found;
+}
+
+bool SharedMemory::wait_given(size_t bucket, double seconds) const {
+  for (int spin = may_spin() ? 0 : spins_; spin < spins_; ++spin) {
+    if (not_given(bucket).empty()) {
+      return true;
+    }
+    relax();
+  }
+  auto& shared = counters(bucket);
+  const double end = now() + seconds;
+  while (true) {
+    const uint32_t seen = shared.events.load();
+    if (not_given(bucket).empty()) {
+      return true;
+    }
+    const double left = end - now();
+    if (left <= 0) {
+      return false;
+    }
+    shared.sleepers.fetch_add(1);
+    sleep_on(shared.events, seen, std::min(left, 0.1));
+    shared.sleepers.fetch_sub(1);
+  }
 }
 
 }  // namespace minidp

@@ -46,6 +46,14 @@ struct BucketShape {
   int64_t numel;
   c10::ScalarType type;
   std::shared_ptr<const SumOrder> order = nullptr;  // null: the order of Gloo's ring
+  // Where the share of each rank begins, and the end of the last one; empty: no shares. With
+  // shares a rank gets the sums of its own share only, added in the order of ranks, and has a
+  // second row, through which it gives values of its share to the others.
+  std::vector<int64_t> bounds = {};
+
+  int32_t rows(int rank) const {
+    return order ? order->counts[rank] : (bounds.empty() ? 1 : 2);
+  }
 };
 
 // Adds elements [begin, end) of all ranks, in the order of Gloo's ring of `numel` elements, and
@@ -67,6 +75,16 @@ void sum_in_given_order(
     int64_t begin,
     int64_t end,
     int own = -1,
+    const Tiles* tiles = nullptr);
+
+// Adds elements [begin, end) of all ranks, in the order of ranks, and writes the sums to rank `own`,
+// or to `tiles`, if given. Halves are rounded after each addition.
+void sum_share(
+    const std::vector<void*>& ranks,
+    const BucketShape& bucket,
+    int64_t begin,
+    int64_t end,
+    int own,
     const Tiles* tiles = nullptr);
 
 int64_t row_stride(const BucketShape& bucket);
@@ -91,6 +109,8 @@ class SharedMemory {
   const BucketShape& shape(size_t bucket) const;
   // Row 0 is the buffer. Memory of rows that nobody writes is never taken from the system.
   void* data(size_t bucket, int32_t row = 0) const;
+  // The second row of another rank, or of this one, of a bucket with shares.
+  void* given(size_t bucket, int rank) const;
 
   // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
   // `advance` may touch them. This and what follows throws std::runtime_error in a forked child.
@@ -106,6 +126,16 @@ class SharedMemory {
   // Ranks that have not posted this rank's round of a bucket.
   std::vector<int> missing(size_t bucket) const;
 
+  // This rank's values are in the second row of a bucket with shares. Nobody may write there until
+  // all ranks have read them, of which this class knows nothing.
+  void give(size_t bucket);
+
+  // Waits at most so long; whether all ranks have given as often as this one.
+  bool wait_given(size_t bucket, double seconds) const;
+
+  // Ranks that have not.
+  std::vector<int> not_given(size_t bucket) const;
+
  private:
   struct Counters;
   class Mapping;
@@ -114,6 +144,8 @@ class SharedMemory {
   void adopt(int rank, std::unique_ptr<Mapping> mapping);
   Counters& counters(size_t bucket) const;
   std::atomic<uint32_t>* posted_by(int rank) const;
+  std::atomic<uint32_t>* given_by(int rank) const;
+  bool sum_own(size_t bucket, Tiles* tiles);
   bool is_done(size_t bucket) const;
   bool all_posted(size_t bucket) const;
   std::atomic<uint32_t>& core_of(int rank) const;
@@ -125,6 +157,8 @@ class SharedMemory {
   std::vector<int64_t> offsets_;
   std::vector<uint32_t> pieces_;  // per bucket
   std::vector<uint32_t> rounds_;  // per bucket, of this rank
+  std::vector<uint32_t> summed_;  // per bucket with shares: the last round whose share is summed
+  std::vector<uint32_t> given_;   // per bucket with shares: how often this rank has given
   uint64_t token_ = 0;
   int64_t nbytes_ = 0;
   int spins_ = 0;

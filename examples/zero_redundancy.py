@@ -1,16 +1,19 @@
-r"""Optimizer state on one rank each, not on all: ZeroRedundancyOptimizer.
+r"""Optimizer state on one rank each, not on all: sharded_step.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         examples/zero_redundancy.py
 
 Adam keeps two numbers for each weight, and under DDP every rank keeps the same ones.
 Here a rank keeps those of its share of the weights, steps these, and hands them to the
-others. Gloo on CPU; NCCL if each process has a GPU of its own.
+others: with model.sharded_step(optimizer), and with torch's ZeroRedundancyOptimizer,
+which every DDP can have. Gloo on CPU; ZeroRedundancyOptimizer alone on NCCL, if each
+process has a GPU of its own.
 """
 
 import argparse
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,18 +43,21 @@ def state_nbytes(optimizer: Optimizer) -> int:
     return sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor))
 
 
-def train(
-    device: torch.device, steps: int, *, sharded: bool
-) -> tuple[Optimizer, list[Tensor]]:
-    """Return the optimizer, and the weights at the end."""
+KINDS = ("plain", "sharded_step", "ZeroRedundancyOptimizer")
+
+
+def train(device: torch.device, steps: int, kind: str) -> tuple[DDP, Optimizer]:
+    """Train a new model; return it, and its optimizer."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) if i % 2 == 0 else nn.Tanh() for i in range(15)]
     model = DDP(nn.Sequential(*layers).to(device))
-    optimizer: Optimizer = (
-        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=1e-3)
-        if sharded
-        else Adam(model.parameters(), lr=1e-3)
-    )
+    optimizer: Optimizer = Adam(model.parameters(), lr=1e-3)
+    if kind == "ZeroRedundancyOptimizer":
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=Adam, lr=1e-3
+        )
+    if kind == "sharded_step":
+        model.sharded_step(optimizer)  # this line is all
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
         x = torch.randn(64, 64, generator=generator).to(device)
@@ -59,30 +65,39 @@ def train(
         loss = mse_loss(model(x), x.roll(1, dims=1))
         loss.backward()
         optimizer.step()
+    sizes = [0] * dist.get_world_size()
+    own = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+    dist.all_gather_object(sizes, state_nbytes(own or optimizer))
     if dist.get_rank() == 0:
-        print(f"{'sharded' if sharded else 'plain':8}loss {loss.item():.4f}")
-    return optimizer, list(model.parameters())
+        print(f"{kind:24}loss {loss.item():.4f}, state on the ranks: {sizes} bytes")
+    return model, optimizer
+
+
+def whole_state(model: DDP, optimizer: Optimizer) -> dict[str, Any] | None:
+    """Collect what torch.save would get, on rank 0. All ranks call it."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return model.whole_optimizer_state(optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    state: dict[str, Any] = optimizer.state_dict() if dist.get_rank() == 0 else {}
+    return state or None
 
 
 def main() -> None:
-    """Train with both, compare, and make a checkpoint of the sharded one."""
+    """Train with each of them, compare, and make a checkpoint."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="5 steps, not 100")
     steps = 5 if parser.parse_args().smoke else 100
     device = join_group()
-    plain, weights = train(device, steps, sharded=False)
-    sharded, same_weights = train(device, steps, sharded=True)
-    torch.testing.assert_close(same_weights, weights)
-    sizes = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, state_nbytes(sharded.optim))
-    # A checkpoint needs the states of all ranks. Collective, so not inside the `if`.
-    sharded.consolidate_state_dict(to=0)
-    if dist.get_rank() == 0:
-        print(
-            f"state on each rank: plain {state_nbytes(plain):,}, sharded {sizes} bytes"
-        )
-        whole = sharded.state_dict()  # what torch.save would get, on rank 0 alone
-        assert len(whole["state"]) == len(weights)
+    weights: list[Tensor] = []
+    for kind in KINDS:
+        if kind == "sharded_step" and device.type != "cpu":
+            continue  # not on an accelerator yet
+        model, optimizer = train(device, steps, kind)
+        weights = weights or list(model.parameters())
+        torch.testing.assert_close(list(model.parameters()), weights)
+        state = whole_state(model, optimizer)
+        if state is not None:
+            assert len(state["state"]) == len(weights)
     dist.destroy_process_group()
 
 

@@ -15,8 +15,9 @@ These are the public names. ``help(minidp.DataParallel)`` says more about one of
                     CollectiveError, CommHookError, DoubleStepError, GradientError,
                     GraphChangedError, ItemCountError, LogicalRankError,
                     MarkedTwiceError, NativeError, NonFiniteGradientError,
-                    ReducerFailedError, ReplicaMismatchError, UnavailableError,
-                    UnfinishedReductionError, UnsyncedGradientsError
+                    ReducerFailedError, ReplicaMismatchError, ShardedStepError,
+                    UnavailableError, UnfinishedReductionError,
+                    UnsyncedGradientsError
 
 These are its parts, from what a user starts down to what everybody stands on. The
 ``__init__.py`` of a folder says what it is for and in which order to read it:
@@ -34,6 +35,7 @@ These are its parts, from what a user starts down to what everybody stands on. T
     torch_compat/   torch's private names, for third parties
     autotune/       bucket_cap_mb="auto": layouts are tried out
     overlap/        recorded steps: what is hidden behind the backward, and what is not
+    sharded/        each rank steps its share of the parameters
     guard/          no optimizer applies gradients that differ between ranks
     hang/           which rank is missing, and where it was last seen
     logical/        the same bits on any number of ranks, by logical ranks
@@ -80,6 +82,7 @@ from .errors import (
     NonFiniteGradientError,
     ReducerFailedError,
     ReplicaMismatchError,
+    ShardedStepError,
     UnavailableError,
     UnfinishedReductionError,
     UnsyncedGradientsError,
@@ -122,6 +125,7 @@ __all__ = [  # noqa: RUF022
     "NonFiniteGradientError",
     "ReducerFailedError",
     "ReplicaMismatchError",
+    "ShardedStepError",
     "UnavailableError",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",

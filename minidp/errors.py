@@ -66,6 +66,10 @@ class DoubleStepError(MiniDPError):
     """An optimizer that already steps in the backward was told to step once more."""
 
 
+class ShardedStepError(MiniDPError):
+    """A step that is divided among the ranks cannot be made, or not by all of them."""
+
+
 class CollectiveError(MiniDPError):
     """A collective failed, lacks a rank, or did not finish within its time limit."""
 

@@ -89,13 +89,17 @@ class BufferShape(NamedTuple):
     numel: int
     dtype: torch.dtype
     order: SumOrder | None = None  # of its sum; None is that of Gloo's ring
+    # Where the share of each rank begins, and the end of the last one. With shares a
+    # rank gets the sums of its own only, added in the order of ranks.
+    bounds: tuple[int, ...] = ()
 
     @property
     def real(self) -> BufferShape:
         """The same of real numbers: Gloo adds no complex ones, but their parts."""
         real = self.dtype.to_real()
-        numel = self.numel * self.dtype.itemsize // real.itemsize
-        return BufferShape(numel, real, self.order)
+        parts = self.dtype.itemsize // real.itemsize
+        bounds = tuple(parts * bound for bound in self.bounds)
+        return BufferShape(parts * self.numel, real, self.order, bounds)
 
 
 class ProcessEnds:
@@ -172,6 +176,38 @@ class SharedBuffer:
             )
         profiled = self._memory.post(self._k)
         return SharedWork(self, profiled)
+
+    def given(self, rank: int) -> Tensor:
+        """Return the values that a rank gives to all, in its share of a 1-D tensor.
+
+        The buffer has shares. What a rank has given may be read after the work of
+        `give`. It may give other values when all ranks have read these.
+        """
+        values: Tensor = self._memory.given(self._k, rank)
+        return values
+
+    def give(self) -> GivenWork:
+        """Let the other ranks read `given` of this one; return a work for all ranks.
+
+        All ranks must call it, whether they have a share or not. It does not wait.
+        """
+        self._memory.give(self._k)
+        return GivenWork(self)
+
+    def are_given_within(self, seconds: float) -> bool:
+        """Wait at most so long, and return whether all ranks have given values.
+
+        Raises:
+            RuntimeError: The process of a rank has ended for which this one waits.
+        """
+        memory, k = self._memory, self._k
+        if memory.wait_given(k, seconds):
+            return True
+        lost = self._ends.ranks() & {*memory.not_given(k)} if seconds else set()
+        if lost:
+            names = ", ".join(map(str, sorted(lost)))
+            raise RuntimeError(f"the process of rank {names} ended")
+        return False
 
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum for at most so long, and return whether the sum is complete.
@@ -268,6 +304,25 @@ class SharedWork:
         return self._future
 
 
+class GivenWork(SharedWork):
+    """The work that is done when all ranks have given the values of their shares."""
+
+    needs_asking = False
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait for at most so long, and return whether they have.
+
+        Raises:
+            RuntimeError: The process of a missing rank has ended, and ``seconds`` is
+                not 0.
+        """
+        if not self._is_done and self._buffer.are_given_within(seconds):
+            self._is_done = True
+            if self._future is not None:
+                self._future.set_result(None)
+        return self._is_done
+
+
 def share(
     shapes: Sequence[BufferShape],
     communicator: Communicator,
@@ -352,8 +407,8 @@ def _own_memory(
         if order is not None
     }
     buffers = [
-        (numel, dtype, orders[order])
-        for numel, dtype, order in (shape.real for shape in shapes)
+        (numel, dtype, orders[order], bounds)
+        for numel, dtype, order, bounds in (shape.real for shape in shapes)
     ]
     try:
         memory = library.SharedMemory(communicator.rank, communicator.size, buffers)

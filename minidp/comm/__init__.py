@@ -29,8 +29,10 @@ from .collectives import (
     gather_bytes,
     gather_integers,
     gather_rows,
+    start_broadcast,
     start_exchange,
     start_gathering,
+    start_scatter,
     wait_for_message,
 )
 from .communicator import (
@@ -131,8 +133,10 @@ __all__ = [
     "read_json",
     "renew_side_groups",
     "side_group",
+    "start_broadcast",
     "start_exchange",
     "start_gathering",
+    "start_scatter",
     "then",
     "wait_for",
     "wait_for_message",

@@ -240,6 +240,67 @@ class GatheredExchange:
         torch.cat(found, out=self._arrived)
 
 
+def start_scatter(
+    flat: torch.Tensor, widths: Sequence[int], group: ProcessGroup
+) -> tuple[torch.Tensor, Work]:
+    """Start to send a part of a flat tensor to each rank, and to get ours from each.
+
+    All ranks of the group must call it, in the same order. A group that is written in
+    Python and has no all-to-all gathers the whole tensors of all ranks instead.
+
+    Args:
+        flat: A tensor of one dimension. Nobody may write to it before the work is done.
+        widths: How many of its elements each rank gets, by rank, one part behind the
+            other. They are the same on all ranks, and may be 0.
+        group: The process group.
+
+    Returns:
+        A tensor of shape (ranks, own width), which is valid once the work has been
+        waited for; and that work.
+    """
+    ranks, rank = len(widths), group.rank()
+    arrived = flat.new_empty(ranks, widths[rank])
+    to_get = [widths[rank]] * ranks
+    options = dist.AllToAllOptions()
+    message = arrived.view(-1), flat, to_get, list(widths), options
+    if not is_python_group(group):
+        return arrived, group.alltoall_base(*message)
+    try:
+        return arrived, PythonWork(group.alltoall_base(*message))
+    except RuntimeError:  # the Python group has no all-to-all, on all ranks alike
+        start = sum(widths[:rank])
+        return arrived, GatheredParts(flat, start, group, arrived)
+
+
+class GatheredParts:
+    """What `start_scatter` starts in a group without all-to-all, as a work.
+
+    Args:
+        flat: What this rank brings.
+        start: Where the part of this rank begins.
+        group: The process group.
+        arrived: What is written when this is waited for.
+    """
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        start: int,
+        group: ProcessGroup,
+        arrived: torch.Tensor,
+    ) -> None:
+        self._rows, self._work = start_gathering(flat, group)
+        self._start, self._arrived = start, arrived
+        self.get_future = self._work.get_future
+        self.is_completed = self._work.is_completed
+
+    def wait(self) -> None:
+        """Wait for the tensors of all ranks, and keep the parts of this one."""
+        self._work.wait()
+        stop = self._start + self._arrived.shape[1]
+        self._arrived.copy_(self._rows[:, self._start : stop])
+
+
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Gather a row from every rank, as `start_gathering` does, and wait for them."""
     rows, work = start_gathering(row, group)

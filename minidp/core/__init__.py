@@ -52,7 +52,7 @@ from .autograd import (
     zeros_for,
 )
 from .averaging import Averaging
-from .bucket import BucketState
+from .bucket import Bucket, BucketState, Slots
 from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
 from .exchange import Exchange
@@ -71,6 +71,7 @@ from .sparse_bucket import empty_sparse
 
 __all__ = [
     "Averaging",
+    "Bucket",
     "BucketQueue",
     "BucketState",
     "EveryParameter",
@@ -92,6 +93,7 @@ __all__ += [
     "RebuildPolicy",
     "RecorderObserver",
     "Reducer",
+    "Slots",
 ]
 __all__ += [
     "add_natively",

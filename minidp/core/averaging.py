@@ -153,7 +153,7 @@ class Averaging:
         if self.comm_hook is not None:
             found = "a comm hook is registered"
         elif asks:
-            shapes = [BufferShape(each.numel, each.dtype, self.order) for each in dense]
+            shapes = [self.shape_of(each) for each in dense]
             shapes += [BufferShape(*each.shape) for each in exchanges]
             device = layout.buckets[0].device
             found = share(shapes, self._communicator, device)
@@ -164,6 +164,10 @@ class Averaging:
         for each, shared in zip(exchanges, found[len(dense) :], strict=True):
             each.use(shared)
         return found[: len(dense)]
+
+    def shape_of(self, plan: BucketPlan) -> BufferShape:
+        """Return how the shared buffer of a bucket looks, and how it is added up."""
+        return BufferShape(plan.numel, plan.dtype, self.order)
 
     def complete(self, plan: BucketPlan, views: Sequence[torch.Tensor]) -> None:
         """Add to a full bucket, before it is launched, what this rank has beside it.

@@ -13,7 +13,7 @@ the comm hook, which gets them undivided (see `averaging`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,9 @@ class BucketQueue:
         self.grad_store = GradStore()
         self._summing: list[Any] = []  # works that go on only while somebody asks
         self.buckets: list[Bucket] = []
+        # A feature may replace these two before `adopt`.
+        self.arrange: Callable[[Layout], Layout] = _as_it_is
+        self.dense_bucket: Callable[..., DenseBucket] = DenseBucket
         if config.averages_items:
             items = ItemCounts(
                 communicator,
@@ -244,7 +247,7 @@ class BucketQueue:
         """
         for each in self.exchanges:
             each.use(None)
-        self.layout = layout
+        self.layout = layout = self.arrange(layout)
         is_lazy = self.config.lazy_bucket_allocation
         buffers = iter(
             self.averaging.share(
@@ -260,7 +263,7 @@ class BucketQueue:
             self.buckets.append(
                 SparseBucket(*common)
                 if plan.sparse
-                else DenseBucket(*common, next(buffers, None))
+                else self.dense_bucket(*common, next(buffers, None))
             )
         if self.config.gradient_as_bucket_view:
             for bucket in self.buckets:
@@ -297,3 +300,7 @@ class BucketQueue:
             each.drop()
         for observer in self.observers.everybody:
             observer.abandon()
+
+
+def _as_it_is(layout: Layout) -> Layout:
+    return layout

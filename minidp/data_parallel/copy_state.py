@@ -32,6 +32,7 @@ from minidp.replica import (
     standing,
     sum_of_bits,
 )
+from minidp.sharded import is_divided
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
@@ -229,9 +230,8 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _compare(ddp: DataParallel, survey: Survey) -> _Comparison:
     """Return how the replicas differ. All ranks must call it together."""
     params = ddp._reducer.params
-    known = dict.fromkeys(
-        [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
-    )
+    every = [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
+    known = dict.fromkeys(each for each in every if not is_divided(each))
     held = optimizers.by_key(known, params)
     mine = _stand(ddp, held, survey, is_exchanged=True)
     standings = standing.exchange(mine, ddp.process_group, ddp.device)

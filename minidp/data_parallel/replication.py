@@ -223,6 +223,13 @@ class Replication:
         stepped by then.
         """
         self._reducer.queue.observers.append(stepper)
+        self.compares_at_once()
+
+    def compares_at_once(self) -> None:
+        """Report replicas that differ at the end of the backward that finds them so.
+
+        No step is observed that could do it later.
+        """
         if self.check is not None:
             self.check.awaits_step = False
 

@@ -36,9 +36,10 @@ from minidp.core import (
 from minidp.guard import refuse_forward
 from minidp.hooks import CommHook, Hook
 from minidp.replica import verify
+from minidp.sharded import ShardedStep
 from minidp.trace import Recorder, StepEvent, label_forward
 
-from . import arguments, items, logical_ranks, parts
+from . import arguments, items, logical_ranks, parts, sharded_step
 from .agree_on_group import agree_and_reset
 from .copy_state import check_root, compare_or_copy
 from .inputs import moved
@@ -89,6 +90,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     - `register_comm_hook`: compress gradients, or average in another way.
     - `sync_gradients`: average what local backwards have left in ``.grad``.
     - `step_in_backward`: step each parameter as soon as its average is there.
+    - `sharded_step`: each rank steps its share, and keeps that share of the state.
     - `reset`: go on, on all ranks, after an error.
     - `minidp.record`, `minidp.watch_speed`: see what a step waits for.
 
@@ -175,6 +177,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     _not_copied: tuple[str, ...] = (  # a copy makes its own
         *("process_group", "device_mesh", "_given", "_join_config"),
         *("_reducer", "_guard", "_replication", "_logical", "logger"),
+        "_sharded",
     )
 
     @arguments.suggesting
@@ -269,6 +272,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication = built
         self._logical = logical_ranks.build(self, checked)
+        self._sharded: ShardedStep | None = None
         self.logger = torch_compat.LoggingData(self)
         is_unused_found = config.find_unused_parameters
         if torch_compat.logs_unused(find_unused_parameters=is_unused_found):
@@ -440,6 +444,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     each_logical_rank = logical_ranks.each_logical_rank
     logical_block = property(logical_ranks.logical_block)
     logical_state = property(logical_ranks.logical_state)
+    clip_grad_norm_ = sharded_step.clip_grad_norm_
+    whole_optimizer_state = sharded_step.whole_optimizer_state
+    sharded_step = sharded_step.sharded_step
     count_items, weigh_loss = items.count_items, items.weigh_loss
     item_totals = property(items.item_totals)
 
@@ -471,6 +478,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             TypeError: The optimizer cannot step on a part of its parameters.
             ValueError: It steps in a backward already, or holds none of the parameters.
         """
+        sharded_step.refuse(self, "step_in_backward")
         step = StepInBackward(optimizer, self._guard, clip_grad_norm)
         self._guard.expect_in_backward(optimizer)
         self._replication.add_stepper(step)
@@ -489,6 +497,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         refuse_forward(self._reducer)
         logical_ranks.refuse(self, "sync_gradients()")
+        sharded_step.refuse(self, "sync_gradients()")
         self._replication.postpone_comparison()
         with without_user_modes(keeps_inference=True):
             average_now(self._reducer)
@@ -536,6 +545,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.connect(self.module)
         logical_ranks.connect(self, copy_from)
         stop_joining(self)
+        sharded_step.repair(self)
         compare_or_copy(self, copy_from, wrong)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
@@ -579,6 +589,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             CollectiveError: A rank raised or died; call `reset` on all ranks.
         """
         logical_ranks.refuse(self, "join()")
+        sharded_step.refuse(self, "join()")
         return joining(
             self,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -589,6 +600,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what ``Join`` calls on this rank once it has run out of inputs."""
         logical_ranks.refuse(self, "join()")
+        sharded_step.refuse(self, "join()")
         return Shadow(self, **kwargs)
 
     @property

@@ -9,8 +9,8 @@ they have not come before), `trust` (how often they compare), `dropped` (trainin
 on, but the wrapper is gone).
 """
 
-from .mistakes import refuse_forward
+from .mistakes import is_nested, refuse_forward
 from .optimizer_guard import Guard
 from .step_hooks import is_averaged
 
-__all__ = ["Guard", "is_averaged", "refuse_forward"]
+__all__ = ["Guard", "is_averaged", "is_nested", "refuse_forward"]

@@ -495,7 +495,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create")
 def test_sums_go_to_the_gradients(library, sizes, dtype, is_replaced, scale):
     """Where a gradient was replaced after the wait, the buffer has the sums."""
     memory = library.SharedMemory(
-        0, 1, [(sum(sizes), dtype, None)]
+        0, 1, [(sum(sizes), dtype, None, ())]
     )  # the sum of one rank
     buffer = memory.buffer(0)
     params = [torch.zeros(size, dtype=dtype) for size in sizes]
@@ -529,7 +529,7 @@ def test_sums_go_to_the_gradients(library, sizes, dtype, is_replaced, scale):
 @on_linux
 def test_no_sums_go_to_unusual_gradients(library):
     numel = 100_000
-    memory = library.SharedMemory(0, 1, [(numel, torch.float32, None)])
+    memory = library.SharedMemory(0, 1, [(numel, torch.float32, None, ())])
     buffer, param = memory.buffer(0), torch.zeros(numel)
     slots = library.Slots([param], [buffer.view(-1)], buffer, as_view=False)
     for grad in (None, torch.zeros(2 * numel)[::2], torch.zeros(numel).double()):

@@ -52,12 +52,14 @@ ROOMS: dict[str, set[str]] = {
     | {"native", "randomness"}
     | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
+    "sharded": {"guard", "core", "comm", "hooks", "shared_memory", "layout"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
     "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
     "torch_compat": {"guard", "replica", "core", "comm", "hooks", "comm_hooks"} | TOP,
     "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
     | {"hooks", "shared_memory", "layout", "replica", "sync_batchnorm", "logical"}
+    | {"sharded"}
     | TOP,
     "torchft": {"data_parallel", "core", "comm", "shared_memory", "layout", "logical"}
     | TOP,

@@ -133,7 +133,7 @@ def test_the_bits_of_any_tree(pool, case):
 def test_the_bits_of_any_tree_of_one_rank(case):
     library = native.library()
     order = library.SumOrder(case.counts, case.postfix)
-    memory = library.SharedMemory(0, 1, [(*shape, order) for shape in case.shapes])
+    memory = library.SharedMemory(0, 1, [(*shape, order, ()) for shape in case.shapes])
     for k in range(len(case.shapes)):
         rows = rows_of(case, k, 0)
         for number, row in enumerate(rows):
@@ -186,7 +186,7 @@ def test_an_order_is_for_a_number_of_ranks():
     library = native.library()
     order = library.SumOrder((1, 1), (0, 1, ADD))
     with pytest.raises(ValueError, match="another number of ranks"):
-        library.SharedMemory(0, 3, [(10, torch.float32, order)])
-    memory = library.SharedMemory(0, 2, [(10, torch.float32, order)])
+        library.SharedMemory(0, 3, [(10, torch.float32, order, ())])
+    memory = library.SharedMemory(0, 2, [(10, torch.float32, order, ())])
     with pytest.raises(ValueError, match="no such row"):
         memory.buffer(0, 1)

@@ -1,0 +1,251 @@
+"""What does a whole step take if the ranks divide the optimizer's work among them?
+
+    python benchmarks/sharded_step.py                   # 10 minutes
+    python benchmarks/sharded_step.py --cells layers    # while working
+    python benchmarks/sharded_step.py --smoke           # does it run? no numbers
+
+A step is forward, backward, optimizer.step() and zero_grad(), with AdamW, on two ranks
+of this machine with one thread each. Everybody takes it in turn, in the same processes,
+each on weights of its own; a round has one step of each, in an order that rotates.
+
+Cells:
+  layers    MLP, 24 layers of 4 MiB
+  resnet50  the parameters of ResNet-50, 98 MiB, and no arithmetic that hides anything
+  gpt2      the parameters of GPT-2 small, 475 MiB, likewise
+  link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory
+
+Columns: the step on the slowest rank, its ratio to torch's DDP with AdamW in the same
+round, the optimizer's state on the rank that has most of it, and the number of weights
+that differ from those of torch's DDP at the end (not 0: exit status 1).
+
+Targets: with a divided step at most 0.45 of torch's DDP with AdamW, 0.40 of torch's DDP
+with ZeroRedundancyOptimizer, and 0.70 of torch's DDP on the link.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.estimates import Estimate, ratio
+from support.links import Link, why_not
+from support.models import NETS, Mlp, Net, make
+from support.ranks import run_ranks
+from support.report import (
+    CPU_BACKEND,
+    TIMED,
+    Report,
+    Verdict,
+    command_line,
+    native_word,
+    table,
+)
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+import minidp
+
+MIB = 2**20
+TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
+PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
+LINK = Link(1.0)
+WARM_UP = 4
+LIMITS = {TORCH: 0.45, ZERO: 0.40}
+LIMIT_ON_LINK = 0.70
+Made = tuple[nn.Module, Optimizer]
+
+
+def _torch(net: nn.Module) -> Made:
+    return DistributedDataParallel(net), AdamW(net.parameters())
+
+
+def _zero(net: nn.Module) -> Made:
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=AdamW)
+    return DistributedDataParallel(net), optimizer
+
+
+def _plain(net: nn.Module) -> Made:
+    return minidp.DataParallel(net), AdamW(net.parameters())
+
+
+def _sharded(net: nn.Module) -> Made:
+    model = minidp.DataParallel(net)
+    optimizer = AdamW(net.parameters())
+    model.sharded_step(optimizer)
+    return model, optimizer
+
+
+EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
+    TORCH: _torch,
+    ZERO: _zero,
+    PLAIN: _plain,
+    SHARDED: _sharded,
+}
+CELLS: dict[str, tuple[str, ...]] = {
+    "layers": tuple(EVERYONE),
+    "resnet50": tuple(EVERYONE),
+    "gpt2": (TORCH, ZERO, SHARDED),  # four of them need more than 20 GiB
+    "link": tuple(EVERYONE),
+}
+
+
+class Found(NamedTuple):
+    """What was measured of one implementation."""
+
+    times: np.ndarray[Any, Any]  # seconds, by round, on the slowest rank
+    state: int  # bytes on the rank that has most
+    wrong: int
+
+
+def _net(cell: str, *, smoke: bool) -> Net:
+    if smoke:
+        return make(NETS["mlp"], smoke=True)
+    if cell == "layers":
+        return Mlp(24, 1024, 8)
+    if cell == "link":
+        return Mlp(7, 1005, 64)
+    return make(NETS[cell], smoke=False)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    inner = getattr(optimizer, "optim", optimizer)
+    states = inner.state.values()
+    own = sum(
+        v.nbytes for s in states for v in s.values() if isinstance(v, torch.Tensor)
+    )
+    most = torch.tensor(own)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _step(made: Made, data: tuple[torch.Tensor, ...]) -> float:
+    """Take a step; return how long it took on the slowest rank."""
+    model, optimizer = made
+    dist.barrier()
+    start = time.perf_counter()
+    model(*data).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def _measure(cell: str, seconds: float, *, smoke: bool) -> tuple[str, dict[str, Found]]:
+    """Measure one cell, on every rank."""
+    if cell == "link":
+        os.environ["MINIDP_SHARED_MEMORY"] = "0"
+    names = CELLS[cell]
+    made: dict[str, Made] = {}
+    nets: dict[str, Net] = {}
+    for name in names:
+        torch.manual_seed(0)
+        nets[name] = _net(cell, smoke=smoke)
+        made[name] = EVERYONE[name](nets[name])
+    times: dict[str, list[float]] = {name: [] for name in names}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    fewest = 2 if smoke else 10
+    start, number = time.perf_counter(), 0
+    while True:
+        data = nets[TORCH].data(generator)
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            took = _step(made[name], data)
+            if number >= WARM_UP:
+                times[name].append(took)
+        number += 1
+        goes_on = number < WARM_UP + fewest or time.perf_counter() - start < seconds
+        flag = torch.tensor(int(goes_on))
+        dist.broadcast(flag, 0)
+        if not flag:
+            break
+    found = {}
+    weights = [p.detach() for p in nets[TORCH].parameters()]
+    for name in names:
+        pairs = zip(nets[name].parameters(), weights, strict=True)
+        wrong = sum(int((p != w).sum()) for p, w in pairs)
+        state = _state_bytes(made[name][1])
+        found[name] = Found(np.array(times[name]), state, wrong)
+    return nets[TORCH].title, found
+
+
+def _report(cell: str, title: str, found: dict[str, Found], report: Report) -> None:
+    columns = ["implementation", "step, ms\nmedian", "\np10-p90"]
+    columns += [f"step /\n{TORCH} (95%)", "state,\nMiB", "#wrong"]
+    rows = []
+    for name, each in found.items():
+        low, middle, high = np.percentile(each.times * 1000, [10, 50, 90])
+        rows.append(
+            [
+                name,
+                f"{middle:.1f}",
+                f"{low:.1f}-{high:.1f}",
+                str(_ratio(found, name, TORCH)),
+                f"{each.state / MIB:.1f}",
+                str(each.wrong),
+            ]
+        )
+    place = f"2 ranks on a {LINK} link" if cell == "link" else "2 ranks"
+    rounds = f"{len(found[TORCH].times)} rounds"
+    report.show(table(f"{title}; {place}", rounds, columns, rows))
+    report.count_wrong(each.wrong for each in found.values())
+    limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
+    report.judge(
+        [
+            Verdict(f"{cell}: step / {base}", _ratio(found, SHARDED, base), limit)
+            for base, limit in limits.items()
+        ]
+    )
+
+
+def _ratio(found: dict[str, Found], name: str, base: str) -> Estimate:
+    return ratio(found[name].times, found[base].times)
+
+
+def main() -> int:
+    """Measure and report. Return 1 if a weight was wrong."""
+    parser = command_line(__doc__, seconds=40)
+    parser.add_argument("--cells", default=",".join(CELLS), help="comma-separated")
+    args = parser.parse_args()
+    report = Report(args, "Divided steps", backend=CPU_BACKEND, timed=TIMED)
+    results = {}
+    for cell in args.cells.split(","):
+        link = LINK if cell == "link" else None
+        if link is not None and (reason := why_not()):
+            report.show(f"The cell on a link is skipped: {reason}.")
+            continue
+        if args.smoke and cell in ("resnet50", "gpt2"):
+            continue
+        title, found = run_ranks(
+            _measure_smoke if args.smoke else _measure_all,
+            2,
+            cell,
+            args.seconds,
+            link=link,
+        )
+        _report(cell, title, found, report)
+        results[cell] = {
+            name: {"seconds": each.times.tolist(), "state": each.state}
+            for name, each in found.items()
+        }
+    return report.finish(f"sharded_step_cpu_{native_word()}", {"results": results})
+
+
+def _measure_all(cell: str, seconds: float) -> Any:
+    return _measure(cell, seconds, smoke=False)
+
+
+def _measure_smoke(cell: str, seconds: float) -> Any:
+    return _measure(cell, seconds, smoke=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Divide optimizer steps among the ranks: the methods of `DataParallel` for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from minidp.comm import exchange_device, gather_integers
+from minidp.console import warn
+from minidp.core import Phase, without_user_modes
+from minidp.errors import ShardedStepError, explain, shortened
+from minidp.replica import verify
+from minidp.sharded import (
+    Owners,
+    ShardedStep,
+    balanced,
+    check_mark,
+    check_optimizers,
+    is_divided,
+    keep_own,
+    whole_state,
+)
+
+if TYPE_CHECKING:
+    from .wrapper import DataParallel
+
+
+def sharded_step(  # noqa: D417 -- self: a method
+    self: DataParallel,
+    *optimizers: Optimizer,
+    per_parameter: bool = False,
+    allow_changes: bool = False,
+    grad_scaler: GradScaler | None = None,
+) -> None:
+    """Let each rank step its share of the parameters, and keep that share of the state.
+
+    All ranks call it together, once, after the optimizers were made::
+
+        model = minidp.DataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        model.sharded_step(optimizer)
+
+    The training loop stays as it is. A backward sends gradients to the rank that owns
+    the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
+    share of this rank, and returns when all ranks have the new values of all
+    parameters. The bits are those of a plain loop on two ranks.
+
+    Args:
+        optimizers: Optimizers that together hold all parameters of the module, each of
+            them once. Those that look at several parameters at once cannot be divided.
+        per_parameter: Say of optimizers that minidp does not know (those that are not
+            of ``torch.optim``) that what becomes of a parameter depends on its own
+            gradient and state alone.
+        allow_changes: Let the script change gradients between backward and step. Each
+            rank changes those of its share only. That is right for what treats each
+            parameter by itself (``clip_grad_value_``), and wrong for a norm.
+        grad_scaler: The ``torch.amp.GradScaler`` of the script, if it has one. All
+            ranks then skip a step if one of them has to.
+
+    Raises:
+        TypeError: An optimizer cannot be divided.
+        ValueError: A parameter is in no optimizer, or in two; or an option of the
+            wrapper does not go with it.
+        ReplicaMismatchError: The ranks pass different optimizers, or another rank has
+            raised one of the errors above.
+    """
+    group, reducer = self.process_group, self._reducer
+    device = reducer.params[0].device
+    try:
+        if reason := _obstacle(self):
+            raise ValueError(f"sharded_step does not go with {reason}.")
+        check_optimizers(optimizers, is_per_parameter=per_parameter)
+        steppers = _steppers(self, optimizers)
+        sizes = [spec.nbytes for spec in reducer.queue.specs]
+        owners = balanced(sizes, steppers, group.size())
+        scales = grad_scaler is not None and grad_scaler.is_enabled()
+        if scales:
+            _refuse_empty_shares(owners)
+        for optimizer in optimizers:
+            check_mark(optimizer.param_groups, owners, reducer.rank)
+    except Exception as error:
+        verify.verify(error, group, device)
+        raise
+    texts = {
+        f"optimizer {number}": type(each).__name__
+        for number, each in enumerate(optimizers)
+    }
+    names = reducer.names
+    texts |= {f"optimizer of {n}": str(s) for n, s in zip(names, steppers, strict=True)}
+    texts["option allow_changes"] = str(allow_changes)
+    texts["option grad_scaler"] = str(grad_scaler is not None)
+    verify.verify(texts, group, device)
+    self._sharded = ShardedStep(
+        reducer, optimizers, owners, allow_changes=allow_changes, scales=scales
+    )
+    self.register_forward_pre_hook(_before_forward)
+    for optimizer in optimizers:
+        self._guard.leave_to_others(optimizer)
+    self._replication.compares_at_once()
+    for number, optimizer in enumerate(optimizers):
+        keep_own(optimizer, reducer, owners, number)
+    with without_user_modes(keeps_inference=True):
+        reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+
+
+def whole_optimizer_state(  # noqa: D417 -- self: a method
+    self: DataParallel, optimizer: Optimizer, to: int = 0
+) -> dict[str, Any] | None:
+    """Collect the state of an optimizer whose steps are divided (`sharded_step`).
+
+    All ranks call it together::
+
+        state = model.whole_optimizer_state(optimizer)
+        if rank == 0:
+            torch.save({"model": net.state_dict(), "optimizer": state}, path)
+
+    The result is what ``optimizer.state_dict()`` of a plain loop returns. Any number of
+    ranks can load it, by ``optimizer.load_state_dict(state)`` on each of them, before
+    or after `sharded_step`. ``optimizer.state_dict()`` has the share of this rank, and
+    only this rank, among as many, can load it.
+
+    Args:
+        optimizer: The optimizer. If its steps are not divided, nothing is collected.
+        to: The rank that gets the state.
+
+    Returns:
+        The state on rank ``to``, and None on the other ranks.
+    """
+    if self._sharded is None or not is_divided(optimizer):
+        return optimizer.state_dict() if self._reducer.rank == to else None
+    return whole_state(optimizer, self._reducer, to)
+
+
+def _before_forward(ddp: DataParallel, _inputs: object) -> None:
+    """Tell other ranks that no step has come, before a forward that waits for them."""
+    sharded = ddp._sharded  # a copy of the wrapper has none
+    if sharded is not None and torch.is_grad_enabled():
+        rebuilds = ddp._reducer.rebuild_policy.is_due
+        if rebuilds or ddp.will_sync_module_buffers():
+            sharded.goes_on()
+
+
+def _refuse_empty_shares(owners: Owners) -> None:
+    """Refuse a scaler if a rank owns nothing: a scaler needs gradients.
+
+    Raises:
+        ValueError: A rank owns no parameter of some optimizer.
+    """
+    pairs = set(zip(owners.of, owners.stepper, strict=True))
+    if len(pairs) < owners.size * len(set(owners.stepper)):
+        raise ValueError(
+            "sharded_step does not go with a GradScaler here, because some rank owns "
+            "no parameter of an optimizer, and a scaler needs gradients to look at. "
+            "What to do: leave one of the two out."
+        )
+
+
+def clip_grad_norm_(  # noqa: D417 -- self: a method
+    self: DataParallel,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
+
+    It stands for ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, has its
+    bits, and is right with `sharded_step`, too, where each rank has a share of the
+    gradients. Then all ranks must call it together.
+
+    Args:
+        max_norm: The greatest norm that is allowed.
+        norm_type: The order of the norm; may be infinity.
+        error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
+
+    Returns:
+        The total norm before, as a tensor without dimensions.
+
+    Raises:
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+    """
+    if self._sharded is None:
+        return torch.nn.utils.clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
+    return self._sharded.clip_grad_norm_(
+        max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
+
+
+def _obstacle(ddp: DataParallel) -> str:
+    """Return what the wrapper has that makes a divided step impossible, or ""."""
+    reducer, given = ddp._reducer, ddp._given
+    queue = reducer.queue
+    obstacles = {
+        "a second call of sharded_step": ddp._sharded is not None,
+        "logical_ranks": ddp._logical is not None,
+        "minidp.torchft": type(ddp).__module__.startswith("minidp.torchft"),
+        "a comm hook": queue.averaging.comm_hook is not None,
+        'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",
+        "sparse gradients": any(spec.sparse for spec in queue.specs),
+        "step_in_backward": any(each.uses_grads for each in queue.observers.everybody),
+        "another wrapper of the same parameters": ddp._guard.shares_parameters,
+        "join()": ddp._join_config.enable,
+        "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
+        # On a device streams would have to wait for each other here; nobody tried it.
+        "parameters on an accelerator": any(
+            spec.device.type != "cpu" for spec in queue.specs
+        ),
+    }
+    return next((name for name, is_there in obstacles.items() if is_there), "")
+
+
+def _steppers(ddp: DataParallel, optimizers: Sequence[Optimizer]) -> list[int]:
+    """Return the number of the optimizer of each parameter.
+
+    Raises:
+        ValueError: A parameter has none, or several.
+    """
+    found: dict[int, int] = {}
+    names = {id(p): name for name, p in ddp._reducer.named.items()}
+    for number, optimizer in enumerate(optimizers):
+        if is_divided(optimizer):
+            raise ValueError("This optimizer is divided among ranks already.")
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(param) in found:
+                name = names.get(id(param), "a parameter")
+                raise ValueError(f"sharded_step: {name} is in two optimizers.")
+            found[id(param)] = number
+    lacking = [n for n, p in ddp._reducer.named.items() if id(p) not in found]
+    if lacking:
+        raise ValueError(
+            f"sharded_step: no optimizer has {shortened(lacking)}. What to do: pass all"
+            " optimizers of the module in one call; parameters that are not trained "
+            "need requires_grad=False before the module is wrapped."
+        )
+    return [found[id(param)] for param in ddp._reducer.params]
+
+
+def repair(ddp: DataParallel) -> None:
+    """Give all ranks the values of each parameter that its owner has, after an error.
+
+    All ranks call it together in ``reset()``. A step may have been made on some ranks
+    before another one failed. A warning says so if the shares have made unequal numbers
+    of steps, because no rank can put that right.
+    """
+    if (sharded := ddp._sharded) is not None:
+        group, rank = ddp.process_group, ddp._reducer.rank
+        with ddp._reducer.communicator.blocking("comparing the shares in reset()"):
+            device = exchange_device(group, ddp._reducer.params[0].device)
+            steps = [row[0] for row in gather_integers([sharded.steps], group, device)]
+        sharded.bring_all()
+        sharded.steps = max(steps)
+        if len(set(steps)) > 1:
+            found = ", ".join(f"{n} on rank {r}" for r, n in enumerate(steps))
+            warn(
+                explain(
+                    rank,
+                    "After reset() the shares of the ranks are not of the same step: "
+                    "some ranks have made one that others missed.",
+                    expected="equally many steps of all shares",
+                    found=found,
+                    remedy="load a checkpoint of model and optimizers on all ranks",
+                )
+            )
+
+
+def refuse(ddp: DataParallel, what: str) -> None:
+    """Refuse what does not go with divided steps.
+
+    Raises:
+        ShardedStepError: The wrapper's steps are divided.
+    """
+    if ddp._sharded is not None:
+        raise ShardedStepError(
+            explain(
+                ddp._reducer.rank,
+                f"{what} does not go with sharded_step: each rank has the averages of "
+                "its own share only.",
+                remedy="leave it out, or leave out sharded_step",
+            )
+        )

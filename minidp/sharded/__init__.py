@@ -1,0 +1,25 @@
+"""Each rank steps its share of the parameters, and keeps that share of the state.
+
+Read `known` (which optimizers can do that), `owners` (who steps what), `bucket` and
+`averaging` (gradients go to their owners), `agreement` (all ranks step, or none),
+`returns` (new values come back to all ranks), `shares` (what the script has done to the
+gradients meanwhile), `norms` (of all gradients), `overflows` (for a ``GradScaler``),
+`step` (all of it together). Then `checkpoint` (the state of an optimizer, saved and
+loaded).
+"""
+
+from .checkpoint import check_mark, keep_own, whole_state
+from .known import check as check_optimizers
+from .owners import Owners, balanced
+from .step import ShardedStep, is_divided
+
+__all__ = [
+    "Owners",
+    "ShardedStep",
+    "balanced",
+    "check_mark",
+    "check_optimizers",
+    "is_divided",
+    "keep_own",
+    "whole_state",
+]

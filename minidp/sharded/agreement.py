@@ -1,0 +1,157 @@
+"""Agree on a step: all ranks make it, or none does, and all know why.
+
+A rank that steps hands new values of its share to the others, and waits for theirs. If
+one of them did not step, half of the parameters would be new. So before anything is
+changed each rank says what it is about to do, in a small message. A rank that goes on
+to the next backward without a step says so there::
+
+    rank 0   backward . step() --says "step"--------------.
+    rank 1   backward . (an exception is caught) . backward --says "no step"--> error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import torch
+
+from minidp.comm import Communicator
+from minidp.core import Exchange
+from minidp.errors import ShardedStepError, explain, listed
+
+
+class Act(IntEnum):
+    """What a rank is about to do after a backward."""
+
+    STEP = 1
+    GO_ON = 2  # with another backward, without a step
+
+
+class Problem(IntFlag):
+    """Why a rank cannot step."""
+
+    CHANGED = 1  # the script has changed gradients of its share
+    FOREIGN = 2  # there are gradients of other ranks' parameters
+    LOCAL = 4  # it is inside no_sync()
+    CLOSURE = 8  # the step has a closure
+    BROKEN_OFF = 16  # the last step has raised after all had agreed on it
+    SCALER = 32  # a GradScaler of which nobody knows calls a fused step
+
+
+_TEXTS = {
+    Problem.CHANGED: "gradients were changed between backward() and step(), where each "
+    "rank has those of its own share only",
+    Problem.FOREIGN: "parameters that another rank steps have a gradient",
+    Problem.LOCAL: "the step runs inside no_sync()",
+    Problem.CLOSURE: "step() has a closure",
+    Problem.BROKEN_OFF: "the last step raised when all ranks had agreed to make it",
+    Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
+}
+_REMEDIES = {
+    Problem.CHANGED: "to clip, call model.clip_grad_norm_(max_norm), whose norm is "
+    "over all ranks, in place of torch.nn.utils.clip_grad_norm_; what treats each "
+    "parameter by itself needs sharded_step(optimizer, allow_changes=True)",
+    Problem.FOREIGN: "let only a synchronised backward() make gradients, and call "
+    "zero_grad() before each of them",
+    Problem.LOCAL: "step after a synchronised backward, outside of no_sync()",
+    Problem.CLOSURE: "call the backward before step(), and pass no closure",
+    Problem.BROKEN_OFF: "load a checkpoint of model and optimizer on all ranks: some "
+    "shares may have stepped, and some not",
+    Problem.SCALER: "pass it: sharded_step(optimizer, grad_scaler=scaler)",
+}
+
+
+class Intent(NamedTuple):
+    """What one rank says."""
+
+    act: Act
+    optimizer: int  # its number
+    problems: Problem
+
+
+class Agreement:
+    """The message in which each rank says what it is about to do.
+
+    Args:
+        communicator: The communicator of the ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        part = (len(Intent._fields), torch.int64)
+        cpu = torch.device("cpu")
+        self.exchange = Exchange(
+            "the agreement on a step", part, cpu, communicator, by_rank=True
+        )
+
+    def reach(self, mine: Intent, names: Sequence[str] = ()) -> None:
+        """Tell the other ranks what this one is about to do, and hear what they are.
+
+        All ranks must call it together. It returns if all do the same, and none has a
+        problem.
+
+        Args:
+            mine: What this rank does.
+            names: The parameters with which it has a problem.
+
+        Raises:
+            ShardedStepError: Some rank has a problem, or they do different things. All
+                ranks raise it, and no rank steps.
+        """
+        if self._communicator.size == 1:
+            intents = [mine]
+        else:
+            row = self.exchange.blank()
+            place = self._communicator.rank * len(mine)
+            row[place : place + len(mine)] = torch.tensor(
+                [*map(int, mine)], device="cpu"
+            )
+            self.exchange.start(row)
+            rows = self.exchange.take().view(-1, len(mine)).tolist()
+            intents = [Intent(Act(a), o, Problem(p)) for a, o, p in rows]
+        rank = self._communicator.rank
+        for problem in Problem:
+            having = [r for r, each in enumerate(intents) if problem & each.problems]
+            if having:
+                raise ShardedStepError(
+                    explain(
+                        rank,
+                        f"No rank steps, because on rank {listed(having)} "
+                        f"{_TEXTS[problem]}.",
+                        names=names if problem & mine.problems else (),
+                        remedy=f"{_REMEDIES[problem]}. To go on, call reset() on all "
+                        "ranks, and zero_grad()",
+                    )
+                )
+        steps = {(each.act, each.optimizer) for each in intents}
+        if len(steps) > 1:
+            raise ShardedStepError(_explain_different(rank, intents))
+
+
+def _explain_different(rank: int, intents: Sequence[Intent]) -> str:
+    stepping = [r for r, each in enumerate(intents) if each.act is Act.STEP]
+    leaving = [r for r, each in enumerate(intents) if each.act is Act.GO_ON]
+    if leaving:
+        return explain(
+            rank,
+            "Some ranks step, and others have gone on to the next backward without a "
+            "step. No rank has stepped.",
+            expected="all ranks to step, or none",
+            found=f"rank {listed(stepping)} steps, rank {listed(leaving)} does not",
+            remedy="decide on all ranks alike whether to step: by values that are "
+            "equal on all of them, such as the norm that model.clip_grad_norm_ "
+            "returns. A GradScaler finds what all ranks have only if it is told: "
+            "sharded_step(optimizer, grad_scaler=scaler). Call reset() on all ranks to "
+            "go on",
+        )
+    numbers = ", ".join(str(each.optimizer) for each in intents)
+    return explain(
+        rank,
+        "Ranks step different optimizers at the same time. No rank has stepped.",
+        expected="the same order of steps on all ranks",
+        found=f"the numbers {numbers}, by rank",
+        remedy="step the optimizers in the same order on all ranks; call reset() on "
+        "all ranks to go on",
+    )

@@ -1,0 +1,121 @@
+"""A bucket of which each rank gets the averages of its own parameters only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidp.core import DenseBucket, Slots
+from minidp.layout import BucketPlan
+from minidp.shared_memory import SharedBuffer
+
+from .owners import Owners, Stretch
+
+
+class Room:
+    """A flat buffer through which values of parameters travel.
+
+    Args:
+        plan: The bucket.
+        flat: The buffer.
+        views: The view of each slot.
+        has_grads: Whether ``.grad`` of own parameters lies there, and must stay.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        flat: Tensor,
+        views: Sequence[Tensor],
+        *,
+        has_grads: bool = False,
+    ) -> None:
+        self.views = views
+        self._plan, self._flat, self._has_grads = plan, flat, has_grads
+
+    def real(self, stretch: Stretch) -> Tensor:
+        """Return a stretch of the buffer, of one dimension and real."""
+        return _real(self._flat[stretch.start : stretch.stop])
+
+    def own(self, stretch: Stretch) -> tuple[list[Tensor], Tensor]:
+        """Return a view for each slot of a stretch of this rank, and all as one."""
+        if not self._has_grads:
+            return [self.views[k] for k in stretch.slots], self.real(stretch)
+        flat = self._flat.new_empty(stretch.numel)
+        slots = [self._plan.slots[k] for k in stretch.slots]
+        views = [
+            flat.as_strided(s.shape, s.stride, s.offset - stretch.start) for s in slots
+        ]
+        return views, _real(flat)
+
+
+def _real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+class ShardedBucket(DenseBucket):
+    """A bucket whose averages go to the owners of the parameters.
+
+    On the other ranks ``.grad`` is None afterwards, so that an optimizer skips these
+    parameters, and keeps no state of them. Gradients that no rank has used stay as they
+    are.
+
+    Args:
+        owners: Who owns which parameter.
+        plan: The slots, sorted by owner.
+        more: The other arguments of `DenseBucket`.
+    """
+
+    def __init__(self, owners: Owners, plan: BucketPlan, *more: Any) -> None:
+        super().__init__(plan, *more)
+        self._owners = owners
+        self._given: Room | None = None  # views of shared memory, made when needed
+        self.own = owners.stretches(plan)[self.communicator.rank].slots
+        self.foreign = [k for k in range(len(self.params)) if k not in self.own]
+
+    def offer_grads(self, shared: SharedBuffer) -> None:  # noqa: D102
+        shared.into = None  # sums of other ranks' parameters do not come here
+
+    def write_averages(self, untouched: Slots) -> None:  # noqa: D102
+        super().write_averages({*untouched, *self.foreign})
+        for k in self.foreign:
+            if k not in untouched:
+                self.params[k].grad = None
+
+    def room(self) -> Room:
+        """Return memory for values of parameters on their way back."""
+        if self._is_lazy:  # there is a buffer in a backward only
+            plan = self.plan
+            flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+            views = [
+                flat.as_strided(s.shape, s.stride, s.offset) for s in self.plan.slots
+            ]
+            return Room(self.plan, flat, views)
+        return Room(self.plan, self._values, self.views, has_grads=self._as_view)
+
+    def given_room(self, shared: SharedBuffer) -> Room:
+        """Return the memory in which each rank gives the values of its share."""
+        if self._given is None:
+            dtype, size = self.plan.dtype, self.communicator.size
+            rows = [shared.given(rank).view(dtype) for rank in range(size)]
+            views = []
+            for slot in self.plan.slots:
+                row = rows[self._owners.of[slot.param_index]]
+                views.append(row.as_strided(slot.shape, slot.stride, slot.offset))
+            self._given = Room(self.plan, rows[self.communicator.rank], views)
+        return self._given
+
+    def _write_in_python(self, untouched: Slots) -> None:
+        own = [k for k in self.own if k not in untouched]
+        grads = [self.params[k].grad for k in own]
+        if self._as_view or set(map(type, grads)) != {Tensor}:
+            super()._write_in_python(untouched)
+            return
+        self._rescale()
+        try:
+            torch._foreach_copy_(grads, [self.views[k] for k in own])  # type: ignore[arg-type]
+        except RuntimeError:  # a gradient overlaps itself, or is lazily negated
+            super()._write_in_python(untouched)

@@ -1,0 +1,132 @@
+"""Save and load the state of an optimizer of which each rank has a share.
+
+``optimizer.state_dict()`` has the share of its rank. That is right for a checkpoint in
+which each rank writes a file of its own, and reads it again. But a script that was
+written for DDP saves rank 0's alone, and the rest would be lost without a word. So a
+share is marked, in its parameter groups, where the mark survives whatever is done to
+it, and only the rank that has saved it can load it.
+
+The whole state has no mark. It can be loaded by any number of ranks, and each keeps
+its share of it (`keep_own`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from minidp import comm
+from minidp.core import Reducer
+from minidp.errors import ShardedStepError, explain
+
+from .owners import Owners
+
+MARK = "minidp_share"
+
+
+def mark_of(owners: Owners, rank: int) -> str:
+    """Return the mark of a rank's share: who has it, among how many, and of what."""
+    digest = hashlib.sha256(repr(owners).encode()).hexdigest()[:8]
+    return f"rank {rank} of {owners.size}, {digest}"
+
+
+def check_mark(groups: list[dict[str, Any]], owners: Owners, rank: int) -> None:
+    """Check that parameter groups are not of another share, and take off the mark.
+
+    Raises:
+        ShardedStepError: They are.
+    """
+    mine = mark_of(owners, rank)
+    for group in groups:
+        found = group.pop(MARK, mine)
+        if found != mine:
+            raise ShardedStepError(
+                explain(
+                    rank,
+                    "A state of an optimizer was loaded that is the share of one rank.",
+                    expected=f"the whole state, or the share of {mine}",
+                    found=f"the share of {found}",
+                    remedy="save model.whole_optimizer_state(optimizer) in place of "
+                    "optimizer.state_dict(); all ranks call it, and rank 0 gets it",
+                )
+            )
+
+
+def keep_own(
+    optimizer: Optimizer, reducer: Reducer, owners: Owners, stepper: int
+) -> None:
+    """Drop the state of parameters that other ranks own."""
+    for i, param in enumerate(reducer.params):
+        if owners.stepper[i] == stepper and owners.of[i] != reducer.rank:
+            optimizer.state.pop(param, None)
+
+
+def whole_state(
+    optimizer: Optimizer, reducer: Reducer, to: int
+) -> dict[str, Any] | None:
+    """Return the state of all shares on rank ``to``, and None on the others.
+
+    All ranks must call it together. One share is on its way at a time.
+    """
+    communicator = reducer.communicator
+    group, device = communicator.group, torch.device("cpu")
+    whole = optimizer.state_dict()
+    for each in whole["param_groups"]:
+        each.pop(MARK, None)
+    file = io.BytesIO()
+    if communicator.rank != to:
+        torch.save(whole["state"], file)
+    mine = file.getbuffer()
+    with communicator.blocking("collecting the state of an optimizer"):
+        sizes = [row[0] for row in comm.gather_integers([len(mine)], group, device)]
+        for rank, size in enumerate(sizes):
+            if not size:
+                continue
+            data = torch.empty(size, dtype=torch.uint8, device=device)
+            if rank == communicator.rank:
+                data.copy_(torch.frombuffer(mine, dtype=torch.uint8))
+            comm.wait_for_message(
+                comm.start_broadcast(data, group, rank), device, group
+            )
+            if communicator.rank == to:
+                share = torch.load(io.BytesIO(bytes(data.numpy())), weights_only=False)
+                whole["state"] |= share
+    if communicator.rank != to:
+        return None
+    whole["state"] = dict(sorted(whole["state"].items()))
+    return whole
+
+
+def hook_state(
+    optimizer: Optimizer, reducer: Reducer, owners: Owners, stepper: int
+) -> None:
+    """Let an optimizer mark what it saves, and keep its share of what it loads.
+
+    That is over when the reducer dies.
+    """
+    rank, alive = reducer.rank, weakref.ref(reducer)
+
+    def saved(_optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if alive() is not None:
+            for group in state["param_groups"]:
+                group[MARK] = mark_of(owners, rank)
+
+    def loading(_optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in state["param_groups"]]
+        if alive() is not None:
+            check_mark(groups, owners, rank)
+        return {**state, "param_groups": groups}
+
+    def loaded(which: Optimizer) -> None:
+        if (mine := alive()) is not None:
+            keep_own(which, mine, owners, stepper)
+
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
+    optimizer.register_load_state_dict_post_hook(loaded)

@@ -1,0 +1,106 @@
+"""Know what a script does to the gradients of a share, between backward and step.
+
+After a backward each rank has the averages of its own parameters, and no other
+gradients. A script that was written for DDP may clip them by their norm, and would take
+the norm of one share. Or it leaves out ``zero_grad()``: then the next backward would
+add new gradients of all ranks to an average that only its owner has. Neither is a mean
+over the ranks, so both have to be noticed. A tensor counts the changes in place
+(``_version``), and another tensor is another object.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class _Stamp(NamedTuple):
+    """Which tensor a gradient was, and how often it had been changed."""
+
+    grad: weakref.ref[Tensor]
+    version: int
+
+
+class Shares:
+    """The gradients of this rank's share as the last reduction has left them.
+
+    Args:
+        params: All parameters, by index.
+        own: The indices of those that this rank owns.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], own: Iterable[int]) -> None:
+        self._params = params
+        self._own = tuple(own)
+        self._stamps: dict[int, _Stamp] = {}
+
+    def note(self, untouched: Collection[int] = ()) -> None:
+        """Note the averages of a reduction, which has left some ``.grad`` untouched."""
+        for i in self._own:
+            if i not in untouched:
+                self._stamp(i)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change gradients inside the block in place, as all ranks do together.
+
+        These changes do not count, but those before the block still do.
+        """
+        params, before = self._params, {}
+        for i, (_, version) in self._stamps.items():
+            if (grad := params[i].grad) is not None:
+                before[i] = grad._version - version
+        yield
+        for i, times in before.items():
+            grad = params[i].grad
+            assert grad is not None
+            self._stamps[i] = self._stamps[i]._replace(version=grad._version - times)
+
+    def _stamp(self, i: int) -> None:
+        grad = self._params[i].grad
+        if grad is None:
+            self._stamps.pop(i, None)
+        else:
+            self._stamps[i] = _Stamp(weakref.ref(grad), grad._version)
+
+    def forget(self) -> None:
+        """Forget all gradients."""
+        self._stamps.clear()
+
+    def changed(self, held: Collection[int]) -> list[int]:
+        """Return which parameters have another gradient than after the reduction.
+
+        Args:
+            held: The indices of own parameters to look at. A ``.grad`` that is None has
+                not changed: it is not applied. What a ``GradScaler`` does to gradients
+                torch does not count.
+        """
+        found = []
+        for i in held:
+            grad, stamp = self._params[i].grad, self._stamps.get(i)
+            if grad is None:
+                continue
+            is_same = stamp is not None and stamp.grad() is grad
+            if not is_same or grad._version != stamp.version:  # type: ignore[union-attr]
+                found.append(i)
+        return found
+
+    def left_over(self) -> list[int]:
+        """Return which averages are still there when the first new gradient comes.
+
+        One gradient may have been added to already. Those that were zeroed in place do
+        not count.
+        """
+        found = []
+        for i, (reference, version) in self._stamps.items():
+            grad = self._params[i].grad
+            if grad is None or reference() is not grad:
+                continue
+            is_new = grad._version > version + 1
+            if grad._version == version or (not is_new and bool(grad.any())):
+                found.append(i)
+        return found

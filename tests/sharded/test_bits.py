@@ -1,0 +1,188 @@
+"""A training with divided steps ends where the plain loop on torch's DDP does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import minidp
+from minidp import DataParallel
+from tests.support.both import same
+from tests.support.ranks import on_ranks
+
+STEPS = 20
+
+
+class Lamb(torch.optim.Optimizer):
+    """Trust ratios need whole parameters, and no other ones."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m = state.setdefault("m", torch.zeros_like(p))
+                v = state.setdefault("v", torch.zeros_like(p))
+                m.lerp_(p.grad, 0.1)
+                v.lerp_(p.grad.square(), 0.01)
+                update = m / (v.sqrt() + 1e-6)
+                p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm()))
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps: [torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01)],
+    "sgd-foreach": lambda ps: [torch.optim.SGD(ps, 0.1, momentum=0.9, foreach=True)],
+    "adam": lambda ps: [torch.optim.Adam(ps, 0.01, amsgrad=True)],
+    "adamw": lambda ps: [torch.optim.AdamW(ps, 0.01)],
+    "adamw-foreach": lambda ps: [torch.optim.AdamW(ps, 0.01, foreach=True)],
+    "adamw-fused": lambda ps: [torch.optim.AdamW(ps, 0.01, fused=True)],
+    "adafactor": lambda ps: [torch.optim.Adafactor(ps, 0.01)],
+    "rmsprop": lambda ps: [torch.optim.RMSprop(ps, 0.01, momentum=0.5)],
+    "lamb": lambda ps: [Lamb(ps, 0.01)],
+    "groups": lambda ps: [
+        torch.optim.Adam(
+            [{"params": ps[::2], "lr": 0.1}, {"params": ps[1::2], "weight_decay": 0.1}]
+        )
+    ],
+    "muon": lambda ps: [
+        torch.optim.Muon([p for p in ps if p.ndim == 2], 0.01),
+        torch.optim.AdamW([p for p in ps if p.ndim != 2], 0.01),
+    ],
+}
+
+
+class Net(nn.Module):
+    """Layers of several sizes; ``extra`` is used on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 40)
+        self.extra = nn.Linear(40, 40)
+        self.last = nn.Linear(40, 2)
+
+    def forward(self, x, *, with_extra=True):
+        x = torch.tanh(self.first(x))
+        if with_extra:
+            x = torch.tanh(self.extra(x))
+        return self.last(x)
+
+
+def batch(ctx, step):
+    generator = torch.Generator().manual_seed(100 * ctx.rank + step)
+    return torch.randn(4, 3, generator=generator)
+
+
+def train(ctx, ours, name, options, how):
+    torch.manual_seed(3)
+    net = Net()
+    kind = DataParallel if ours else DistributedDataParallel
+    ddp = kind(net, process_group=ctx.group, **options)
+    optimizers = OPTIMIZERS[name](list(net.parameters()))
+    if ours:
+        ddp.sharded_step(*optimizers, per_parameter=name == "lamb")
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
+    norms = []
+    for step in range(STEPS):
+        for micro in range(how.get("accumulate", 0)):
+            with ddp.no_sync():
+                ddp(batch(ctx, 50 + 10 * step + micro)).square().mean().backward()
+        skips = how.get("skips") and (step + ctx.rank) % 3 == 0
+        ddp(batch(ctx, step), with_extra=not skips).square().mean().backward()
+        if "clip" in how:
+            norm = (
+                ddp.clip_grad_norm_(how["clip"])
+                if ours
+                else clip_grad_norm_(ddp.parameters(), how["clip"])
+            )
+            norms.append(norm)
+        for each in optimizers:
+            each.step()
+        for each in schedulers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad(set_to_none=how.get("to_none", True))
+    return [*(p.detach().clone() for p in net.parameters()), *norms], optimizers
+
+
+CASES = [
+    *((name, {}, {}) for name in OPTIMIZERS),
+    *(("adamw", {}, {"clip": clip}) for clip in (0.3, 1e9)),
+    ("sgd", {}, {"accumulate": 2}),
+    ("sgd", {}, {"accumulate": 1, "to_none": False}),
+    ("sgd", {"gradient_as_bucket_view": True}, {}),
+    ("adamw", {"gradient_as_bucket_view": True}, {"to_none": False, "clip": 0.3}),
+    ("sgd", {"find_unused_parameters": True}, {"skips": True}),
+    ("sgd", {"find_unused_parameters": True}, {"skips": True, "to_none": False}),
+    ("adamw", {"bucket_cap_mb": 0.001}, {}),
+    ("muon", {"bucket_cap_mb": 0.001}, {}),
+    ("adamw", {"static_graph": True}, {}),
+    ("adamw", {"batched_grad_copy": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "how"), CASES, ids=str)
+@on_ranks(2)
+def test_weights_are_those_of_the_plain_loop(ctx, name, options, how):
+    theirs, _ = train(ctx, False, name, options, how)
+    ours, _ = train(ctx, True, name, options, how)
+    assert same(theirs, ours)
+    assert all(bool(each.isfinite().all()) for each in ours)
+    return ours
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@on_ranks(1, 3, 4)
+def test_weights_are_close_on_any_number_of_ranks(ctx, lazy):
+    options = {"bucket_cap_mb": 0.001, "lazy_bucket_allocation": lazy}
+    theirs, _ = train(ctx, False, "adamw", {}, {"clip": 0.3})
+    ours, _ = train(ctx, True, "adamw", options, {"clip": 0.3})
+    torch.testing.assert_close(ours, theirs)
+    return ours
+
+
+@on_ranks(2, 3)
+def test_the_state_is_divided(ctx):
+    """Twelve layers of one size: a share of each rank, and little more."""
+    layers = [nn.Linear(32, 32) for _ in range(12)]
+    net = nn.Sequential(*layers)
+    ddp = DataParallel(net, process_group=ctx.group)
+    optimizer = torch.optim.Adam(net.parameters())
+    ddp.sharded_step(optimizer)
+    ddp(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    whole = 2 * sum(p.nbytes for p in net.parameters()) + 4 * 24
+    assert nbytes(optimizer) <= 1.05 * whole / ctx.world_size
+    owned = [p for p in net.parameters() if p.grad is not None]
+    assert owned == [p for p in net.parameters() if p in optimizer.state]
+
+
+def nbytes(optimizer):
+    states = optimizer.state.values()
+    return sum(t.nbytes for s in states for t in s.values() if torch.is_tensor(t))
+
+
+@on_ranks(2)
+def test_a_model_without_a_wrapper(ctx):
+    torch.manual_seed(3)
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    handle = minidp.attach(net, process_group=ctx.group)
+    ddp = DistributedDataParallel(plain, process_group=ctx.group)
+    kinds = [torch.optim.AdamW(each.parameters(), 0.01) for each in (net, plain)]
+    handle.data_parallel.sharded_step(kinds[0])
+    for step in range(4):
+        for model, optimizer in zip((net, ddp), kinds, strict=True):
+            model(batch(ctx, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [p.detach().clone() for p in net.parameters()]
+    assert same(found, [p.detach() for p in plain.parameters()])
+    return found
