@@ -77,8 +77,8 @@ void sum_in_given_order(
     int own = -1,
     const Tiles* tiles = nullptr);
 
-// Adds elements [begin, end) of all ranks, in the order of ranks, and writes the sums to rank `own`,
-// or to `tiles`, if given. Halves are rounded after each addition.
+// Adds elements [begin, end) of all ranks, in the order of ranks, and writes the sums to rank
+// `own`, or to `tiles`, if given. Halves are rounded after each addition.
 void sum_share(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
