@@ -95,11 +95,10 @@ class ShardedBucket(DenseBucket):
         super()._restore([k for k in untouched if k in self.own])
 
     def _write_natively(self, untouched: Slots) -> bool:
-        native: Any = self.native
-        shared = self.shared
+        native, shared = self.native, self.shared
         if native is None:
             return False
-        if shared is not None and shared.into is native:
+        if shared is not None and shared.into is not None:
             shared.into = None
             if native.has_taken_share():
                 return True
