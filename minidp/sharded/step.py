@@ -155,6 +155,15 @@ class ShardedStep(Observer):
         Raises:
             ShardedStepError: Others have stepped.
         """
+        if self._reducer.queue.grad_store.is_external:
+            raise ShardedStepError(
+                explain(
+                    self._reducer.rank,
+                    "A backward of distributed autograd ran with sharded_step: it "
+                    "keeps gradients in a context, and not in .grad.",
+                    remedy="leave out sharded_step, or RPC",
+                )
+            )
         self._tell_of_no_step()
 
     @untraced
