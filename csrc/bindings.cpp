@@ -176,6 +176,8 @@ void bind_slots(py::module_& module) {
           py::arg("as_view"))
       .def("copy_now", &Slots::copy_now)
       .def("offer_tiles", &Slots::offer_tiles, py::arg("scale") = 1.0)
+      .def("offer_share", &Slots::offer_share)
+      .def("has_taken_share", &Slots::has_taken_share)
       .def_property_readonly("is_scaled", &Slots::is_scaled)
       .def("forget_tiles", &Slots::forget_tiles)
       .def(
@@ -288,6 +290,13 @@ void bind_shared_memory(py::module_& module) {
           py::arg("bucket"),
           py::arg("seconds"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_summed",
+          &SharedMemory::wait_summed,
+          py::arg("bucket"),
+          py::arg("seconds"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("not_summed", &SharedMemory::not_summed)
       .def("not_given", &SharedMemory::not_given);
 }
 

@@ -381,7 +381,7 @@ class SharedMemory::Mapping {
 
 // A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket
 // the number of rounds that its rank has posted; the core on which it posted last; per bucket how
-// often its rank has given; the buckets.
+// often its rank has given, and which round of it that rank has added up; the buckets.
 SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
     : rank_(rank),
       size_(size),
@@ -392,7 +392,7 @@ SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
       mappings_(size),
       addresses_(buckets_.size(), std::vector<void*>(size, nullptr)) {
   const size_t head =
-      kLine + buckets_.size() * (sizeof(Counters) + 2 * sizeof(uint32_t)) + sizeof(uint32_t);
+      kLine + buckets_.size() * (sizeof(Counters) + 3 * sizeof(uint32_t)) + sizeof(uint32_t);
   int64_t at = round_up(static_cast<int64_t>(head), kPage);
   for (const auto& bucket : buckets_) {
     with_type(bucket.type, [](auto) {});
@@ -497,6 +497,10 @@ std::atomic<uint32_t>* SharedMemory::given_by(int rank) const {
   return posted_by(rank) + buckets_.size() + 1;
 }
 
+std::atomic<uint32_t>* SharedMemory::summed_by(int rank) const {
+  return given_by(rank) + buckets_.size();
+}
+
 std::atomic<uint32_t>& SharedMemory::core_of(int rank) const {
   return posted_by(rank)[buckets_.size()];
 }
@@ -582,8 +586,7 @@ bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
   return is_done(bucket);
 }
 
-// All ranks have posted. Nobody else needs to know when this is over: the values are read again
-// only after the owner has given new ones, or has come to the next agreement.
+// All ranks have posted.
 bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
   const BucketShape& shape = buckets_[bucket];
   const int64_t from = shape.bounds[rank_];
@@ -594,6 +597,8 @@ bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
     tiles->written.emplace_back(from * item, to * item);
   }
   summed_[bucket] = rounds_[bucket];
+  summed_by(rank_)[bucket].store(summed_[bucket], std::memory_order_release);
+  counters(bucket).announce();
   return true;
 }
 
@@ -655,9 +660,30 @@ std::vector<int> SharedMemory::not_given(size_t bucket) const {
   return found;
 }
 
+std::vector<int> SharedMemory::not_summed(size_t bucket) const {
+  refuse_in_child();
+  std::vector<int> found;
+  for (int rank = 0; rank < size_; ++rank) {
+    const uint32_t round = summed_by(rank)[bucket].load(std::memory_order_acquire);
+    if (static_cast<int32_t>(round - rounds_.at(bucket)) < 0) {
+      found.push_back(rank);
+    }
+  }
+  return found;
+}
+
 bool SharedMemory::wait_given(size_t bucket, double seconds) const {
+  return wait_until_none(bucket, seconds, [&] { return not_given(bucket); });
+}
+
+bool SharedMemory::wait_summed(size_t bucket, double seconds) const {
+  return wait_until_none(bucket, seconds, [&] { return not_summed(bucket); });
+}
+
+template <typename Missing>
+bool SharedMemory::wait_until_none(size_t bucket, double seconds, Missing missing) const {
   for (int spin = may_spin() ? 0 : spins_; spin < spins_; ++spin) {
-    if (not_given(bucket).empty()) {
+    if (missing().empty()) {
       return true;
     }
     relax();
@@ -666,7 +692,7 @@ bool SharedMemory::wait_given(size_t bucket, double seconds) const {
   const double end = now() + seconds;
   while (true) {
     const uint32_t seen = shared.events.load();
-    if (not_given(bucket).empty()) {
+    if (missing().empty()) {
       return true;
     }
     const double left = end - now();

@@ -133,8 +133,13 @@ class SharedMemory {
   // Waits at most so long; whether all ranks have given as often as this one.
   bool wait_given(size_t bucket, double seconds) const;
 
-  // Ranks that have not.
+  // Waits at most so long; whether all ranks have added up their shares of this rank's last round.
+  // Until then they read this rank's values.
+  bool wait_summed(size_t bucket, double seconds) const;
+
+  // Ranks that have not given as often as this one, or not added up its last round.
   std::vector<int> not_given(size_t bucket) const;
+  std::vector<int> not_summed(size_t bucket) const;
 
  private:
   struct Counters;
@@ -145,6 +150,9 @@ class SharedMemory {
   Counters& counters(size_t bucket) const;
   std::atomic<uint32_t>* posted_by(int rank) const;
   std::atomic<uint32_t>* given_by(int rank) const;
+  std::atomic<uint32_t>* summed_by(int rank) const;
+  template <typename Missing>
+  bool wait_until_none(size_t bucket, double seconds, Missing missing) const;
   bool sum_own(size_t bucket, Tiles* tiles);
   bool is_done(size_t bucket) const;
   bool all_posted(size_t bucket) const;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace minidp {
@@ -250,13 +251,22 @@ bool Slots::unflatten_rows(double scale) {
 }
 
 bool Slots::offer_tiles(double scale) {
+  if (values_.nbytes() < kTiled) {
+    forget_tiles();
+    return false;
+  }
+  return offer_share(0, params_.size(), scale);
+}
+
+bool Slots::offer_share(size_t first, size_t last, double scale) {
   forget_tiles();
-  if (as_view_ || at::GradMode::is_enabled() || values_.nbytes() < kTiled) {
+  if (as_view_ || at::GradMode::is_enabled() || first >= last) {
     return false;
   }
   const auto* buffer = static_cast<const char*>(values_.const_data_ptr());
-  int64_t begin = 0;
-  for (size_t k = 0; k < params_.size(); ++k) {
+  int64_t begin = places_[first].begin;
+  first_tiled_ = first;
+  for (size_t k = first; k < last; ++k) {
     const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !is_row(places_[k], grad, buffer) || places_[k].begin != begin) {
       tiled_.clear();
@@ -270,6 +280,32 @@ bool Slots::offer_tiles(double scale) {
   tiles_.type = values_.scalar_type();
   tiles_.scale = scale;
   return true;
+}
+
+// The sums of a share are written all at once, to the tiles or to the buffer.
+bool Slots::has_taken_share() {
+  is_scaled_ = false;
+  if (tiles_.written.empty()) {
+    forget_tiles();
+    return false;
+  }
+  fence_past_cache();  // after the tiles' own stores
+  bool are_there = true;
+  for (size_t k = 0; k < tiled_.size(); ++k) {
+    are_there = are_there && grad_of(params_[first_tiled_ + k]).is_same(tiled_[k]);
+  }
+  auto* buffer = static_cast<char*>(values_.data_ptr());
+  for (size_t k = 0; k < tiled_.size(); ++k) {
+    if (are_there) {
+      tiled_[k].unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+    } else {
+      std::memcpy(
+          buffer + places_[first_tiled_ + k].begin, tiled_[k].const_data_ptr(), tiled_[k].nbytes());
+    }
+  }
+  is_scaled_ = !are_there;
+  forget_tiles();
+  return are_there;
 }
 
 // Copies what was not written to the tiles. If a gradient was replaced since, brings the buffer up

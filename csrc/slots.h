@@ -52,6 +52,12 @@ class Slots {
   // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
   bool offer_tiles(double scale);
+  // The same for the slots [first, last) alone, which are this rank's share of the buffer. When the
+  // sums are there, `has_taken_share` follows.
+  bool offer_share(size_t first, size_t last, double scale);
+  // Whether the gradients of the share have the sums. If not, the buffer has them, unscaled, unless
+  // `is_scaled` is true.
+  bool has_taken_share();
   // Whether the last `unflatten` has scaled the buffer: for Python, if it returned false.
   bool is_scaled() const {
     return is_scaled_;
@@ -94,6 +100,7 @@ class Slots {
   bool is_scaled_ = false;
   Tiles tiles_;
   std::vector<at::Tensor> tiled_;  // the gradients of `tiles_`
+  size_t first_tiled_ = 0;         // the slot of the first one
   bool as_view_;
   bool past_cache_;
 };

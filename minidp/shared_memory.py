@@ -200,14 +200,34 @@ class SharedBuffer:
         Raises:
             RuntimeError: The process of a rank has ended for which this one waits.
         """
-        memory, k = self._memory, self._k
-        if memory.wait_given(k, seconds):
+        if self._memory.wait_given(self._k, seconds):
             return True
-        lost = self._ends.ranks() & {*memory.not_given(k)} if seconds else set()
+        self._refuse_ended(self._memory.not_given(self._k), seconds)
+        return False
+
+    def read_by_all(self) -> ReadWork:
+        """Return a work that is done when no rank reads `values` of this rank any more.
+
+        The buffer has shares, and its last sum has ended on this rank.
+        """
+        return ReadWork(self)
+
+    def are_read_within(self, seconds: float) -> bool:
+        """Wait at most so long, and return whether all ranks have read `values`.
+
+        Raises:
+            RuntimeError: The process of a rank has ended for which this one waits.
+        """
+        if self._memory.wait_summed(self._k, seconds):
+            return True
+        self._refuse_ended(self._memory.not_summed(self._k), seconds)
+        return False
+
+    def _refuse_ended(self, missing: Sequence[int], seconds: float) -> None:
+        lost = self._ends.ranks() & {*missing} if seconds else set()
         if lost:
             names = ", ".join(map(str, sorted(lost)))
             raise RuntimeError(f"the process of rank {names} ended")
-        return False
 
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum for at most so long, and return whether the sum is complete.
@@ -316,11 +336,21 @@ class GivenWork(SharedWork):
             RuntimeError: The process of a missing rank has ended, and ``seconds`` is
                 not 0.
         """
-        if not self._is_done and self._buffer.are_given_within(seconds):
+        if not self._is_done and self._has_come(seconds):
             self._is_done = True
             if self._future is not None:
                 self._future.set_result(None)
         return self._is_done
+
+    def _has_come(self, seconds: float) -> bool:
+        return self._buffer.are_given_within(seconds)
+
+
+class ReadWork(GivenWork):
+    """The work that is done when all ranks have added up their shares of a buffer."""
+
+    def _has_come(self, seconds: float) -> bool:
+        return self._buffer.are_read_within(seconds)
 
 
 def share(

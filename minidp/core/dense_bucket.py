@@ -322,11 +322,15 @@ class DenseBucket(Bucket):
                 part.copy_(values[at : at + part.numel()])
         self._saved.clear()
 
+    def _averaged_part(self) -> Tensor:
+        """Return the part of the payload that has averages: all of it."""
+        return self.payload
+
     def _rescale(self) -> None:
         """Multiply all averages by `scale`, and set it to 1, so that it acts once."""
         scale, self.scale = self.scale, 1.0
         if isinstance(scale, Tensor) or scale != 1.0:
-            kernels.rescale(self.payload, scale)
+            kernels.rescale(self._averaged_part(), scale)
             self._tracked = {k: grad * scale for k, grad in self._tracked.items()}
 
     def _write_natively(self, untouched: Slots) -> bool:

@@ -71,7 +71,13 @@ class ShardedAveraging(Averaging):
     def reduce(  # noqa: D102
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
     ) -> comm.Work:
-        if shared is not None or self._communicator.size == 1:
+        if shared is not None:
+            # Nobody waits for what this rank adds up, and at the end of the backward
+            # that goes straight to ``.grad``.
+            work = shared.all_reduce()
+            work.needs_asking = False
+            return work
+        if self._communicator.size == 1:
             return super().reduce(plan, payload, shared)
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
         widths = [each.numel * reals for each in self._owners.stretches(plan)]

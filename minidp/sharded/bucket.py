@@ -73,11 +73,39 @@ class ShardedBucket(DenseBucket):
         super().__init__(plan, *more)
         self._owners = owners
         self._given: Room | None = None  # views of shared memory, made when needed
-        self.own = owners.stretches(plan)[self.communicator.rank].slots
+        self._stretch = owners.stretches(plan)[self.communicator.rank]
+        self.own = self._stretch.slots
         self.foreign = [k for k in range(len(self.params)) if k not in self.own]
 
-    def offer_grads(self, shared: SharedBuffer) -> None:  # noqa: D102
-        shared.into = None  # sums of other ranks' parameters do not come here
+    def offer_grads(self, shared: SharedBuffer) -> None:
+        """Let `wait` write the averages of this rank's share straight to ``.grad``."""
+        native, own = self.native, self.own
+        takes = native and self._arrived and own
+        if takes and native is not None:
+            takes = native.offer_share(own.start, own.stop, self.scale)
+        shared.into = native if takes else None
+
+    def _averaged_part(self) -> Tensor:
+        # Other ranks may still read the rest from shared memory.
+        per_element = len(self.payload) // max(self.plan.numel, 1)
+        start, stop = self._stretch.start, self._stretch.stop
+        return self.payload[start * per_element : stop * per_element]
+
+    def _restore(self, untouched: Slots) -> None:
+        super()._restore([k for k in untouched if k in self.own])
+
+    def _write_natively(self, untouched: Slots) -> bool:
+        native, shared = self.native, self.shared
+        if native is None:
+            return False
+        if shared is not None and shared.into is not None:
+            shared.into = None
+            if native.has_taken_share():
+                return True
+            if native.is_scaled:
+                self.scale = 1.0
+        native.forget_tiles()
+        return False
 
     def write_averages(self, untouched: Slots) -> None:  # noqa: D102
         super().write_averages({*untouched, *self.foreign})

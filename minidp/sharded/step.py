@@ -106,6 +106,20 @@ class ShardedStep(Observer):
             ShardedStepError: There are some.
         """
         self._refuse_left_over()
+        if self._is_reduced:
+            self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Wait until no rank reads the last gradients of this one in shared memory.
+
+        After a step, on which all have agreed, nobody does.
+        """
+        communicator = self._reducer.communicator
+        for number, bucket in enumerate(self._reducer.queue.buckets):
+            if isinstance(bucket, ShardedBucket) and bucket.shared is not None:
+                doing = "waiting for ranks that add up the last gradients"
+                with communicator.watching(doing, number):
+                    communicator.wait(bucket.shared.read_by_all())
 
     def added_locally(self, index: int, tasks: Collection[int]) -> None:
         """Look for them where a backward inside ``no_sync()`` begins."""
@@ -141,6 +155,15 @@ class ShardedStep(Observer):
         Raises:
             ShardedStepError: Others have stepped.
         """
+        if self._reducer.queue.grad_store.is_external:
+            raise ShardedStepError(
+                explain(
+                    self._reducer.rank,
+                    "A backward of distributed autograd ran with sharded_step: it "
+                    "keeps gradients in a context, and not in .grad.",
+                    remedy="leave out sharded_step, or RPC",
+                )
+            )
         self._tell_of_no_step()
 
     @untraced

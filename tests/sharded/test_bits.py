@@ -186,3 +186,47 @@ def test_a_model_without_a_wrapper(ctx):
     found = [p.detach().clone() for p in net.parameters()]
     assert same(found, [p.detach() for p in plain.parameters()])
     return found
+
+
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_averages_over_items(ctx, view):
+    """Unequal counts; the same bits as minidp's plain loop."""
+    found = []
+    for divides in (False, True):
+        torch.manual_seed(3)
+        options = {"average_over": "items", "gradient_as_bucket_view": view}
+        ddp = DataParallel(Net(), process_group=ctx.group, **options)
+        optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
+        if divides:
+            ddp.sharded_step(optimizer)
+        for step in range(4):
+            loss = ddp(batch(ctx, step)).square().mean()
+            ddp.weigh_loss(loss, 1 + 2 * ctx.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in ddp.parameters()])
+    assert same(*found)
+    return found
+
+
+@on_ranks(2)
+def test_large_shares(ctx):
+    """Larger than a cache; a bucket of one rank only, and one of both."""
+    found = []
+    for kind in (DistributedDataParallel, DataParallel):
+        torch.manual_seed(3)
+        layers = [nn.Linear(300, 300) for _ in range(5)]
+        net = nn.Sequential(*layers, nn.Linear(300, 2000))
+        ddp = kind(net, process_group=ctx.group, bucket_cap_mb=0.8)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+        if kind is DataParallel:
+            ddp.sharded_step(optimizer)
+        for step in range(5):
+            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(step))
+            (ddp(x * (1 + ctx.rank))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert same(*found)
+    return found[1]
