@@ -129,7 +129,7 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
         to: The rank that gets the state.
 
     Returns:
-        The state on rank ``to``, and None on the other ranks.
+        The state on the rank that collects it, and None on the other ranks.
     """
     if self._sharded is None or not is_divided(optimizer):
         return optimizer.state_dict() if self._reducer.rank == to else None
