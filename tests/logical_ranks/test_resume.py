@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import minidp
@@ -16,15 +18,15 @@ from tests.support.both import same
 NUMBER = 6
 
 
-def train(ctx, steps, saved, changes=None):
+def train(ctx, steps, saved, changes=None, number=NUMBER, **options):
     """Train some steps, from the beginning or from a checkpoint, and return one."""
     module = net()
     first = 0
     if saved is not None:
         module.load_state_dict(saved["model"])
         first = saved["logical"]["first_step"]
-    logical = NUMBER if saved is None else saved["logical"] | (changes or {})
-    model = wrapped(ctx, module, logical)
+    logical = number if saved is None else saved["logical"] | (changes or {})
+    model = wrapped(ctx, module, logical, **options)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     if saved is not None:
         optimizer.load_state_dict(saved["optimizer"])
@@ -53,6 +55,34 @@ def test_a_resume_on_other_numbers_of_ranks(pool):
     for size in (1, 2, 3, 4):
         (found, *_) = pool.run(train, size, 3, half)
         assert same(state_of(whole), state_of(found)), f"{size} ranks"
+
+
+def train_with(ctx, options, steps, saved):
+    return train(ctx, steps, saved, **options)
+
+
+# Each run: its steps, its ranks, and whether it has other buckets.
+RUNS = st.lists(
+    st.tuples(st.integers(1, 2), st.integers(1, 4), st.booleans()),
+    min_size=2,
+    max_size=4,
+)
+
+
+@given(number=st.integers(1, 16), runs=RUNS)
+@pytest.mark.laws
+def test_random_breaks(pool, number, runs):
+    """A training that is stopped, and goes on elsewhere, again and again."""
+    total = sum(steps for steps, _, _ in runs)
+    (whole, *_) = pool.run(train_with, 1, {"number": number}, total, None)
+    saved = None
+    for steps, size, has_views in runs:
+        options = {"gradient_as_bucket_view": has_views, "number": number}
+        options["bucket_cap_mb"] = 25 if has_views else 0.001
+        where = min(size, number)
+        (saved, *others) = pool.run(train_with, where, options, steps, saved)
+        assert all(same(state_of(saved)[:2], state_of(o)[:2]) for o in others)
+    assert same(state_of(whole), state_of(saved))
 
 
 def test_the_state_is_plain_data(pool):
