@@ -102,10 +102,16 @@ class ShardedStep(Observer):
     def begins(self) -> None:
         """Look for averages of the last backward, to which gradients are added now.
 
+        In shared memory the others may still add up what this rank has brought to the
+        last backward, and gradients are about to be written there. If all ranks have
+        stepped since, they have ended that. Otherwise this waits until they tell.
+
         Raises:
-            ShardedStepError: There are some.
+            ShardedStepError: There are some. Or others have stepped.
         """
         self._refuse_left_over()
+        if any(each.shared is not None for each in self._reducer.queue.buckets):
+            self._tell_of_no_step()
 
     def added_locally(self, index: int, tasks: Collection[int]) -> None:
         """Look for them where a backward inside ``no_sync()`` begins."""
