@@ -340,3 +340,59 @@ def test_second_order_backwards_are_refused(ctx):
     with pytest.raises(MiniDPError, match="create_graph=True"):
         loss.backward(create_graph=True)
     return goes_on(ctx, ddp, optimizer)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer of the same parameters that calls another one, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+
+
+class Unknown(torch.optim.Optimizer):
+    def __init__(self, ps):
+        super().__init__(ps, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p -= p.grad
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Unknown])
+@on_ranks(2)
+def test_an_optimizer_that_was_not_passed(ctx, kind):
+    ddp, optimizer = made(ctx)
+    backward(ctx, ddp)
+    with pytest.raises(ShardedStepError) as error:
+        kind(ddp.parameters()).step()
+    says(error, f"{kind.__name__} steps parameters", "was not passed to sharded_step")
+    return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_an_optimizer_around_one_that_was_passed(ctx):
+    ddp, optimizer = made(ctx)
+    for step in range(3):
+        backward(ctx, ddp, step)
+        Around(optimizer).step()
+        optimizer.zero_grad()
+    return params_of(ddp)
+
+
+@on_ranks(2)
+def test_a_passed_optimizer_around_another_one(ctx):
+    def around(ps):
+        return Around(torch.optim.SGD(ps, 0.1))
+
+    ddp, optimizer = made(ctx, around, {"per_parameter": True})
+    for step in range(3):
+        backward(ctx, ddp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return params_of(ddp)
