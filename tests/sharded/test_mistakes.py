@@ -396,3 +396,14 @@ def test_a_passed_optimizer_around_another_one(ctx):
         optimizer.step()
         optimizer.zero_grad()
     return params_of(ddp)
+
+
+@on_ranks(2)
+def test_averages_that_are_changed_and_not_zeroed(ctx):
+    ddp, optimizer = made(ctx, calls={"allow_changes": True})
+    backward(ctx, ddp)
+    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
+    optimizer.step()
+    with pytest.raises(ShardedStepError, match="are still in"):
+        backward(ctx, ddp)
+    return goes_on(ctx, ddp, optimizer)
