@@ -407,3 +407,23 @@ def test_averages_that_are_changed_and_not_zeroed(ctx):
     with pytest.raises(ShardedStepError, match="are still in"):
         backward(ctx, ddp)
     return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_a_layer_that_is_unfrozen_later(ctx):
+    """Nobody averages its gradients, and the optimizer holds it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    net[0].requires_grad_(False)
+    ddp = DataParallel(net, process_group=ctx.group, hang_timeout=10.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    ddp.sharded_step(optimizer)
+    backward(ctx, ddp)
+    optimizer.step()
+    optimizer.zero_grad()
+    net[0].requires_grad_(True)
+    backward(ctx, ddp, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(MiniDPError, match=r"0\.weight"):
+        backward(ctx, ddp, 2)
