@@ -122,7 +122,7 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
     The result is what ``optimizer.state_dict()`` of a plain loop returns. Any number of
     ranks can load it, by ``optimizer.load_state_dict(state)`` on each of them, before
     or after `sharded_step`. ``optimizer.state_dict()`` has the share of this rank, and
-    only this rank, among as many, can load it.
+    only this rank, among as many, can load it, after `sharded_step`.
 
     Args:
         optimizer: The optimizer. If its steps are not divided, nothing is collected.

@@ -126,6 +126,7 @@ class Guard:
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self.has_group: Callable[[], bool] = lambda: True
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
+        self._left: set[int] = set()  # of them those that are left to others for good
         self.changes = Changes(self)
         # A step of gradients that not all ranks apply: the next forward judges it; or,
         # if the others made the step before, they are asked at once.
@@ -177,7 +178,7 @@ class Guard:
             Exception: What the `precondition` raises.
         """
         if id(optimizer) in self._allowed:
-            self.reducer.communicator.note_step()
+            self._let_pass(optimizer)
             return
         ledger, acts = self.reducer.ledger, self.acts
         is_ours = self._holds_ours(optimizer)
@@ -208,6 +209,11 @@ class Guard:
                 acts.versions.pop(i, None)
             acts.bypassed, acts.has_lost_hooks = None, False
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
+
+    def _let_pass(self, optimizer: Optimizer) -> None:
+        self.reducer.communicator.note_step()
+        if id(optimizer) in self._left and self.reducer.ledger.sync_enabled:
+            self._joined = self.late_parameters.find()  # the next forward compares them
 
     def _refuse_double_step(self) -> NoReturn:
         text = explain(
@@ -640,9 +646,11 @@ class Guard:
     def leave_to_others(self, optimizer: Optimizer) -> None:
         """Let an optimizer step unchecked for good, because another feature checks it.
 
-        The feature divides the steps among ranks, whose gradients differ.
+        The feature divides the steps among ranks, whose gradients differ. But no
+        feature averages parameters that join the module later.
         """
         self._allowed.add(id(optimizer))
+        self._left.add(id(optimizer))
 
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:

@@ -4,7 +4,9 @@
 which each rank writes a file of its own, and reads it again. But a script that was
 written for DDP saves rank 0's alone, and the rest would be lost without a word. So a
 share is marked, in its parameter groups, where the mark survives whatever is done to
-it, and only the rank that has saved it can load it.
+it, and only the rank that has saved it can load it. The mark is also the number of one
+parameter too many, so that an optimizer whose steps are not divided, and which knows
+nothing of marks, refuses the share because of its size.
 
 The whole state has no mark. It can be loaded by any number of ranks, and each keeps
 its share of it (`keep_own`).
@@ -58,6 +60,10 @@ def check_mark(groups: list[dict[str, Any]], owners: Owners, rank: int) -> None:
             )
 
 
+def _without_mark(numbers: list[Any]) -> list[Any]:
+    return [each for each in numbers if each != MARK]
+
+
 def keep_own(
     optimizer: Optimizer, reducer: Reducer, owners: Owners, stepper: int
 ) -> None:
@@ -79,6 +85,7 @@ def whole_state(
     whole = optimizer.state_dict()
     for each in whole["param_groups"]:
         each.pop(MARK, None)
+        each["params"] = _without_mark(each["params"])
     file = io.BytesIO()
     if communicator.rank != to:
         torch.save(whole["state"], file)
@@ -116,11 +123,14 @@ def hook_state(
         if alive() is not None:
             for group in state["param_groups"]:
                 group[MARK] = mark_of(owners, rank)
+                group["params"] = [*group["params"], MARK]
 
     def loading(_optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in state["param_groups"]]
         if alive() is not None:
             check_mark(groups, owners, rank)
+            for group in groups:
+                group["params"] = _without_mark(group["params"])
         return {**state, "param_groups": groups}
 
     def loaded(which: Optimizer) -> None:

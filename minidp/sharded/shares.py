@@ -95,12 +95,13 @@ class Shares:
         One gradient may have been added to already. Those that were zeroed in place do
         not count.
         """
-        found = []
+        found, may_be_new = [], []
         for i, (reference, version) in self._stamps.items():
             grad = self._params[i].grad
             if grad is None or reference() is not grad:
                 continue
-            is_new = grad._version > version + 1
-            if grad._version == version or (not is_new and bool(grad.any())):
+            if grad._version == version or bool(grad.any()):
                 found.append(i)
-        return found
+                if grad._version > version + 1:  # zeroed, and then added to
+                    may_be_new.append(i)
+        return [] if len(found) == 1 and found == may_be_new else found

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
+    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -31,6 +32,7 @@ from .agreement import Act, Agreement, Intent, Problem
 from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
 from .checkpoint import hook_state
+from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
@@ -77,6 +79,8 @@ class ShardedStep(Observer):
         self._is_reduced = False  # averages have come, and no rank has used them yet
         self._is_looked_at = False  # no left-over averages are there
         self._is_open = False  # all ranks have agreed, and values are not back yet
+        self._alive = weakref.ref(reducer)
+        self._ids = {id(param): i for i, param in enumerate(reducer.params)}
         queue.averaging = ShardedAveraging(
             queue.averaging,
             owners,
@@ -101,6 +105,10 @@ class ShardedStep(Observer):
 
     def begins(self) -> None:
         """Look for averages of the last backward, to which gradients are added now.
+
+        In shared memory the others may still add up what this rank has brought to the
+        last backward, and gradients are about to be written there. If all ranks have
+        stepped since, they have ended that. Otherwise this waits for them.
 
         Raises:
             ShardedStepError: There are some.
@@ -275,6 +283,46 @@ class ShardedStep(Observer):
             raise
         self._is_open = False
 
+    def refuse_other(self, optimizer: Optimizer, *, has_stepped: bool) -> None:
+        """Refuse the step of an optimizer that is not divided, of gradients that are.
+
+        It would step this rank's share of the parameters, and no rank would get them.
+        Classes of torch step what they hold. Others may have called an optimizer that
+        is divided, so they are judged when their step is over.
+
+        Raises:
+            ShardedStepError: The optimizer holds parameters that have gradients here.
+        """
+        reducer = self._alive()
+        if reducer is None or reducer.communicator.size == 1 or self._is_open:
+            return
+        if has_stepped and not self._is_reduced:
+            return
+        if not has_stepped and not is_known(optimizer):
+            return
+        held = [
+            self._ids[id(param)]
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None and id(param) in self._ids
+        ]
+        if held:
+            error = ShardedStepError(
+                explain(
+                    reducer.rank,
+                    f"{type(optimizer).__name__} steps parameters whose steps are "
+                    "divided among the ranks, but was not passed to sharded_step: each "
+                    "rank would step its own share, and keep the values.",
+                    names=[reducer.names[i] for i in held],
+                    found=f"it {'has stepped' if has_stepped else 'has not stepped'}",
+                    remedy="pass all optimizers of the module to sharded_step, in one "
+                    "call; to change to another optimizer, wrap the module anew. Call "
+                    "reset() on all ranks, and zero_grad(), to go on",
+                )
+            )
+            reducer.fail(error)
+            raise error
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
@@ -301,6 +349,7 @@ class ShardedStep(Observer):
 _Hooks = tuple["weakref.ref[ShardedStep]", int, int]
 _hooks: weakref.WeakKeyDictionary[Optimizer, _Hooks] = weakref.WeakKeyDictionary()
 _has_hooked: list[bool] = []
+_steps: weakref.WeakSet[ShardedStep] = weakref.WeakSet()
 
 
 def is_divided(optimizer: Optimizer) -> bool:
@@ -314,9 +363,12 @@ def _hook(optimizer: Optimizer, step: ShardedStep) -> None:
     before = optimizer.register_step_pre_hook(_weakly(reference, _before))
     after = optimizer.register_step_post_hook(_weakly(reference, _after))
     _hooks[optimizer] = reference, before.id, after.id
+    _steps.add(step)
     if not _has_hooked:
         _has_hooked.append(True)
         register_optimizer_step_pre_hook(_put_in_order)
+        register_optimizer_step_pre_hook(_before_another)
+        register_optimizer_step_post_hook(_after_another)
 
 
 def _put_in_order(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -331,6 +383,20 @@ def _put_in_order(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             optimizer._optimizer_step_pre_hooks.move_to_end(before)
         if after in optimizer._optimizer_step_post_hooks:
             optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)
+
+
+@untraced
+def _before_another(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not is_divided(optimizer):
+        for step in [*_steps]:
+            step.refuse_other(optimizer, has_stepped=False)
+
+
+@untraced
+def _after_another(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not is_divided(optimizer) and not is_nested(optimizer):
+        for step in [*_steps]:
+            step.refuse_other(optimizer, has_stepped=True)
 
 
 def _weakly(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import minidp
 from minidp import DataParallel
+from minidp.core import Observer
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -230,3 +233,40 @@ def test_large_shares(ctx):
         found.append([p.detach().clone() for p in net.parameters()])
     assert same(*found)
     return found[1]
+
+
+class Lags(Observer):
+    """This rank comes late to the sums of a backward, in which it takes part."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def finishing(self, *, applies_grads):
+        time.sleep(self.seconds)
+
+
+@on_ranks(2, 3)
+def test_the_next_backward_waits_for_sums_of_others(ctx):
+    """No step comes between the two: the second one must not change the first."""
+    torch.manual_seed(3)
+    net = Net()
+    ddp = DataParallel(net, process_group=ctx.group)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    ddp.sharded_step(optimizer)
+    for step in range(2):  # buckets are rebuilt
+        ddp(batch(ctx, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    for lags in (0.0, 0.5):
+        observer = Lags(lags if ctx.rank == 1 else 0.0)
+        ddp._reducer.queue.observers.append(observer)
+        ddp(batch(ctx, 7)).square().mean().backward()
+        ddp._reducer.queue.observers.remove(observer)
+        found.append(
+            [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        )
+        optimizer.zero_grad()
+        ddp(100 * batch(ctx, 8)).square().mean().backward()
+        optimizer.zero_grad()
+    assert same(*found)

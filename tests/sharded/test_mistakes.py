@@ -340,3 +340,90 @@ def test_second_order_backwards_are_refused(ctx):
     with pytest.raises(MiniDPError, match="create_graph=True"):
         loss.backward(create_graph=True)
     return goes_on(ctx, ddp, optimizer)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer of the same parameters that calls another one, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+
+
+class Unknown(torch.optim.Optimizer):
+    def __init__(self, ps):
+        super().__init__(ps, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p -= p.grad
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Unknown])
+@on_ranks(2)
+def test_an_optimizer_that_was_not_passed(ctx, kind):
+    ddp, optimizer = made(ctx)
+    backward(ctx, ddp)
+    with pytest.raises(ShardedStepError) as error:
+        kind(ddp.parameters()).step()
+    says(error, f"{kind.__name__} steps parameters", "was not passed to sharded_step")
+    return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_an_optimizer_around_one_that_was_passed(ctx):
+    ddp, optimizer = made(ctx)
+    for step in range(3):
+        backward(ctx, ddp, step)
+        Around(optimizer).step()
+        optimizer.zero_grad()
+    return params_of(ddp)
+
+
+@on_ranks(2)
+def test_a_passed_optimizer_around_another_one(ctx):
+    def around(ps):
+        return Around(torch.optim.SGD(ps, 0.1))
+
+    ddp, optimizer = made(ctx, around, {"per_parameter": True})
+    for step in range(3):
+        backward(ctx, ddp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return params_of(ddp)
+
+
+@on_ranks(2)
+def test_averages_that_are_changed_and_not_zeroed(ctx):
+    ddp, optimizer = made(ctx, calls={"allow_changes": True})
+    backward(ctx, ddp)
+    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
+    optimizer.step()
+    with pytest.raises(ShardedStepError, match="are still in"):
+        backward(ctx, ddp)
+    return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_a_layer_that_is_unfrozen_later(ctx):
+    """Nobody averages its gradients, and the optimizer holds it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    net[0].requires_grad_(False)
+    ddp = DataParallel(net, process_group=ctx.group, hang_timeout=10.0)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    ddp.sharded_step(optimizer)
+    backward(ctx, ddp)
+    optimizer.step()
+    optimizer.zero_grad()
+    net[0].requires_grad_(True)
+    backward(ctx, ddp, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(MiniDPError, match=r"0\.weight"):
+        backward(ctx, ddp, 2)
