@@ -61,6 +61,8 @@ NOT_TRIED = {
     "hang/": "threads and messages of the host",
     "logical/averaging.py HostSum.": "the CPU's sums",
     "logical/averaging.py WaitedSum.": "the CPU's sums, of groups written in Python",
+    "comm/collectives.py GatheredParts.": "as `sharded`",
+    "sharded/": "steps are divided on the CPU only",
     "sync_batchnorm.py": "layers on a device are torch's own",
     "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
 }
