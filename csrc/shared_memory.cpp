@@ -604,41 +604,26 @@ bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
 
 bool SharedMemory::wait(size_t bucket, double seconds, Tiles* tiles) {
   refuse_in_child();
-  for (int spin = may_spin() ? 0 : spins_; spin < spins_; ++spin) {
-    if (advance(bucket, tiles)) {
-      return true;
-    }
-    relax();
-  }
-  auto& shared = counters(bucket);
-  const double end = now() + seconds;
-  while (true) {
-    const uint32_t seen = shared.events.load();
-    if (advance(bucket, tiles)) {
-      return true;
-    }
-    const double left = end - now();
-    if (left <= 0) {
-      return false;
-    }
-    shared.sleepers.fetch_add(1);
-    // Wakes late at worst: who is killed between a count and its wake-up call.
-    sleep_on(shared.events, seen, std::min(left, 0.1));
-    shared.sleepers.fetch_sub(1);
-  }
+  return wait_until(bucket, seconds, [&] { return advance(bucket, tiles); });
 }
 
-std::vector<int> SharedMemory::missing(size_t bucket) const {
+template <typename CountsOf>
+std::vector<int> SharedMemory::behind(
+    size_t bucket, uint32_t wanted, const CountsOf& counts_of) const {
   refuse_in_child();
   std::vector<int> found;
   for (int rank = 0; rank < size_; ++rank) {
-    const uint32_t posted = posted_by(rank)[bucket].load(std::memory_order_acquire);
-    // Another rank may be one round ahead.
-    if (static_cast<int32_t>(posted - rounds_[bucket]) < 0) {
+    const uint32_t count = counts_of(rank)[bucket].load(std::memory_order_acquire);
+    // Another rank may be one round ahead, and counts wrap around.
+    if (static_cast<int32_t>(count - wanted) < 0) {
       found.push_back(rank);
     }
   }
   return found;
+}
+
+std::vector<int> SharedMemory::missing(size_t bucket) const {
+  return behind(bucket, rounds_.at(bucket), [&](int rank) { return posted_by(rank); });
 }
 
 void SharedMemory::give(size_t bucket) {
@@ -649,41 +634,25 @@ void SharedMemory::give(size_t bucket) {
 }
 
 std::vector<int> SharedMemory::not_given(size_t bucket) const {
-  refuse_in_child();
-  std::vector<int> found;
-  for (int rank = 0; rank < size_; ++rank) {
-    const uint32_t times = given_by(rank)[bucket].load(std::memory_order_acquire);
-    if (static_cast<int32_t>(times - given_.at(bucket)) < 0) {
-      found.push_back(rank);
-    }
-  }
-  return found;
+  return behind(bucket, given_.at(bucket), [&](int rank) { return given_by(rank); });
 }
 
 std::vector<int> SharedMemory::not_summed(size_t bucket) const {
-  refuse_in_child();
-  std::vector<int> found;
-  for (int rank = 0; rank < size_; ++rank) {
-    const uint32_t round = summed_by(rank)[bucket].load(std::memory_order_acquire);
-    if (static_cast<int32_t>(round - rounds_.at(bucket)) < 0) {
-      found.push_back(rank);
-    }
-  }
-  return found;
+  return behind(bucket, rounds_.at(bucket), [&](int rank) { return summed_by(rank); });
 }
 
 bool SharedMemory::wait_given(size_t bucket, double seconds) const {
-  return wait_until_none(bucket, seconds, [&] { return not_given(bucket); });
+  return wait_until(bucket, seconds, [&] { return not_given(bucket).empty(); });
 }
 
 bool SharedMemory::wait_summed(size_t bucket, double seconds) const {
-  return wait_until_none(bucket, seconds, [&] { return not_summed(bucket); });
+  return wait_until(bucket, seconds, [&] { return not_summed(bucket).empty(); });
 }
 
-template <typename Missing>
-bool SharedMemory::wait_until_none(size_t bucket, double seconds, Missing missing) const {
+template <typename IsOver>
+bool SharedMemory::wait_until(size_t bucket, double seconds, const IsOver& is_over) const {
   for (int spin = may_spin() ? 0 : spins_; spin < spins_; ++spin) {
-    if (missing().empty()) {
+    if (is_over()) {
       return true;
     }
     relax();
@@ -692,7 +661,7 @@ bool SharedMemory::wait_until_none(size_t bucket, double seconds, Missing missin
   const double end = now() + seconds;
   while (true) {
     const uint32_t seen = shared.events.load();
-    if (missing().empty()) {
+    if (is_over()) {
       return true;
     }
     const double left = end - now();
@@ -700,6 +669,7 @@ bool SharedMemory::wait_until_none(size_t bucket, double seconds, Missing missin
       return false;
     }
     shared.sleepers.fetch_add(1);
+    // Wakes late at worst: who is killed between a count and its wake-up call.
     sleep_on(shared.events, seen, std::min(left, 0.1));
     shared.sleepers.fetch_sub(1);
   }

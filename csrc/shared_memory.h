@@ -151,8 +151,11 @@ class SharedMemory {
   std::atomic<uint32_t>* posted_by(int rank) const;
   std::atomic<uint32_t>* given_by(int rank) const;
   std::atomic<uint32_t>* summed_by(int rank) const;
-  template <typename Missing>
-  bool wait_until_none(size_t bucket, double seconds, Missing missing) const;
+  template <typename IsOver>
+  bool wait_until(size_t bucket, double seconds, const IsOver& is_over) const;
+  // Ranks whose count of a bucket is below the wanted one.
+  template <typename CountsOf>
+  std::vector<int> behind(size_t bucket, uint32_t wanted, const CountsOf& counts_of) const;
   bool sum_own(size_t bucket, Tiles* tiles);
   bool is_done(size_t bucket) const;
   bool all_posted(size_t bucket) const;

@@ -137,7 +137,10 @@ def pytest(
 def has_alone(words: tuple[str, ...]) -> bool:
     """Return whether a file or folder among the words has tests that run alone."""
     paths = [ROOT / word for word in words if word.startswith("tests/")]
-    left_out = {ROOT / word[9:] for word in words if word.startswith("--ignore=")}
+    option = "--ignore="
+    left_out = {
+        ROOT / word.removeprefix(option) for word in words if word.startswith(option)
+    }
     files = [
         file
         for path in paths

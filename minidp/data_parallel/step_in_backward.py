@@ -12,7 +12,6 @@ Parameters on the ignore list step at the end.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import Optimizer
 
 from minidp.core import Observer
-from minidp.guard import Guard
+from minidp.guard import Guard, needs_closure
 
 
 class StepInBackward(Observer):
@@ -124,8 +123,7 @@ def _check(optimizer: Any) -> None:
         raise TypeError(
             f"step_in_backward needs a torch.optim.Optimizer, but got {name}."
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer):
         raise TypeError(
             f"{name}.step() needs a closure that runs the backward itself, so it "
             "cannot step inside one."

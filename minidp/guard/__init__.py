@@ -11,6 +11,6 @@ on, but the wrapper is gone).
 
 from .mistakes import is_nested, refuse_forward
 from .optimizer_guard import Guard
-from .step_hooks import is_averaged
+from .step_hooks import is_averaged, needs_closure
 
-__all__ = ["Guard", "is_averaged", "is_nested", "refuse_forward"]
+__all__ = ["Guard", "is_averaged", "is_nested", "needs_closure", "refuse_forward"]

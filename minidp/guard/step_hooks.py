@@ -7,6 +7,7 @@ live wrappers.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from typing import TYPE_CHECKING, Any, cast
@@ -51,6 +52,12 @@ def live_guards() -> list[Guard]:
     """
     references = _guards.valuerefs()  # a copy, made in one call to C
     return [guard for each in references if (guard := each()) is not None]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step runs the backward itself, and cannot follow one."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def is_averaged(param: nn.Parameter) -> bool:

@@ -33,6 +33,7 @@ class Start:
     ) -> None:
         self._params, self._module, self._arrived = params, module, arrived
         self._grads: Grads | None = None  # None: nobody has looked yet
+        self._has_grads = False  # some of them are not None
         # Also those that are ignored, or have a second name: they stay.
         self._known = {name for _, _, name in self._places()}
         self._common = sorted(buffers)
@@ -51,17 +52,15 @@ class Start:
         Not before, because `zero_grad()` may come in the first turn of the loop. It is
         usually None. Averages that are kept count once in each logical rank.
         """
-        if self._grads is None and not self._arrived.is_any_there():
-            self._grads = [None] * len(self._params)
-        if self._grads is None:
+        if self._grads is not None:
+            return
+        self._has_grads = self._arrived.is_any_there()
+        self._grads = [None] * len(self._params)
+        if self._has_grads:
             self._grads = [
                 None if param.grad is None else param.grad.detach().clone()
                 for param in self._params
             ]
-
-    @property
-    def _has_grads(self) -> bool:
-        return self._grads is not None and set(map(type, self._grads)) != {type(None)}
 
     def changed_parameters(self) -> list[int]:
         """Return the indices of parameters that were changed since the beginning."""

@@ -18,7 +18,7 @@ from minidp import comm
 from minidp.core import Averaging
 from minidp.errors import GradientError, explain
 from minidp.hooks import CommHook
-from minidp.layout import BucketPlan
+from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import BufferShape, SharedBuffer
 
 from .owners import Owners
@@ -45,6 +45,7 @@ class ShardedAveraging(Averaging):
         super().__init__(communicator, before.device, batched=batched)
         self.items = before.items
         self._owners = owners
+        self._widths: dict[int, list[int]] = {}  # of each bucket: what each rank gets
 
     def begin(self) -> None:  # noqa: D102
         super().begin()
@@ -80,8 +81,16 @@ class ShardedAveraging(Averaging):
         if self._communicator.size == 1:
             return super().reduce(plan, payload, shared)
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
-        widths = [each.numel * reals for each in self._owners.stretches(plan)]
+        widths = [width * reals for width in self._widths[plan.number]]
         return ShareSum(payload, widths, self._communicator.group)
+
+    def share(self, layout: Layout, *args: Any, **options: Any) -> list[SharedBuffer]:
+        """Note what each rank gets of the buckets of a new layout; see `Averaging`."""
+        self._widths = {
+            plan.number: [each.numel for each in self._owners.stretches(plan)]
+            for plan in layout.buckets
+        }
+        return super().share(layout, *args, **options)
 
     def shape_of(self, plan: BucketPlan) -> BufferShape:  # noqa: D102
         stretches = self._owners.stretches(plan)

@@ -73,9 +73,16 @@ class ShardedBucket(DenseBucket):
         super().__init__(plan, *more)
         self._owners = owners
         self._given: Room | None = None  # views of shared memory, made when needed
-        self._stretch = owners.stretches(plan)[self.communicator.rank]
+        self._stretches: dict[int | None, list[Stretch]] = {}
+        self._stretch = self.stretches()[self.communicator.rank]
         self.own = self._stretch.slots
         self.foreign = [k for k in range(len(self.params)) if k not in self.own]
+
+    def stretches(self, stepper: int | None = None) -> list[Stretch]:
+        """Return what each rank owns, of one optimizer or of all (`Owners`)."""
+        if stepper not in self._stretches:
+            self._stretches[stepper] = self._owners.stretches(self.plan, stepper)
+        return self._stretches[stepper]
 
     def offer_grads(self, shared: SharedBuffer) -> None:
         """Let `wait` write the averages of this rank's share straight to ``.grad``."""

@@ -9,17 +9,19 @@ one rank only. So the user has to say it for them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from minidp.guard import needs_closure
+
 _OF_TORCH = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
+_KNOWN = {getattr(torch.optim, name, None) for name in _OF_TORCH}  # some are new
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -27,8 +29,7 @@ def is_known(optimizer: Optimizer) -> bool:
 
     Subclasses are not known, because they may do anything.
     """
-    known = {getattr(torch.optim, name, None) for name in _OF_TORCH}
-    return type(optimizer) in known
+    return type(optimizer) in _KNOWN
 
 
 def check(optimizers: Sequence[Any], *, is_per_parameter: bool) -> None:
@@ -50,8 +51,7 @@ def check(optimizers: Sequence[Any], *, is_per_parameter: bool) -> None:
             raise TypeError(
                 f"sharded_step needs a torch.optim.Optimizer, but got {name}."
             )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if needs_closure(optimizer):
             raise TypeError(
                 f"{name}.step() needs a closure that runs the backward itself, so its "
                 "step cannot be divided among ranks."

@@ -26,9 +26,8 @@ class Overflows:
 
     def __init__(self, reducer: Reducer, owners: Owners) -> None:
         self._params = reducer.params
-        own = owners.owned_by(reducer.rank)
         self._own = [
-            [i for i in own if owners.stepper[i] == stepper]
+            owners.owned_by(reducer.rank, stepper)
             for stepper in sorted(set(owners.stepper))
         ]
         part = len(self._own), torch.int64

@@ -56,9 +56,13 @@ class Owners:
         if len(self.of) != len(self.stepper) or not are_ranks:
             raise InternalError(f"no owners of parameters: {self}")
 
-    def owned_by(self, rank: int) -> list[int]:
-        """Return the indices of the parameters that a rank owns."""
-        return [i for i, owner in enumerate(self.of) if owner == rank]
+    def owned_by(self, rank: int, stepper: int | None = None) -> list[int]:
+        """Return the indices of the parameters that a rank owns, of all optimizers.
+
+        With the number of an optimizer, only those that it steps.
+        """
+        pairs = enumerate(zip(self.of, self.stepper, strict=True))
+        return [i for i, (owner, s) in pairs if owner == rank and stepper in (None, s)]
 
     def arranged(self, layout: Layout) -> Layout:
         """Return the layout with the slots of each bucket sorted by owner."""

@@ -18,7 +18,7 @@ from minidp.core import Reducer
 from minidp.shared_memory import SharedBuffer
 
 from .bucket import ShardedBucket
-from .owners import Owners, Stretch
+from .owners import Stretch
 
 _DOING = "waiting for the new values of parameters"
 
@@ -28,12 +28,10 @@ class Returns:
 
     Args:
         reducer: The reducer, which holds this object.
-        owners: Who owns which parameter.
     """
 
-    def __init__(self, reducer: Reducer, owners: Owners) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-        self._owners = owners
         self._open: list[Return] = []
 
     def start(self, stepper: int | None) -> None:
@@ -47,7 +45,7 @@ class Returns:
         """
         for bucket in reversed(self._reducer.queue.buckets):
             assert isinstance(bucket, ShardedBucket)
-            stretches = self._owners.stretches(bucket.plan, stepper)
+            stretches = bucket.stretches(stepper)
             if any(each.numel for each in stretches):
                 self._open.append(Return(bucket, stretches))
 

@@ -69,11 +69,17 @@ class ShardedStep(Observer):
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
         self._allows_changes = allow_changes
         rank, queue = reducer.communicator.rank, reducer.queue
-        self._own = owners.owned_by(rank)
-        self.shares = Shares(reducer.params, self._own)
+        own = owners.owned_by(rank)
+        # By optimizer: its parameters that this rank owns, and those of other ranks.
+        self._own_of = [owners.owned_by(rank, k) for k in range(len(optimizers))]
+        self._foreign_of = [
+            [i for i, s in enumerate(owners.stepper) if s == k and owners.of[i] != rank]
+            for k in range(len(optimizers))
+        ]
+        self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
-        self._norms = Norms(reducer, self._own)
-        self._returns = Returns(self._reducer, owners)
+        self._norms = Norms(reducer, own)
+        self._returns = Returns(self._reducer)
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
         self._is_reduced = False  # averages have come, and no rank has used them yet
@@ -243,17 +249,13 @@ class ShardedStep(Observer):
 
     def _problems(self, number: int) -> tuple[Problem, list[str]]:
         """Return what is wrong with a step on this rank, and with which parameters."""
-        reducer, owners = self._reducer, self.owners
-        held = [i for i, stepper in enumerate(owners.stepper) if stepper == number]
-        rank = reducer.rank
+        reducer = self._reducer
         foreign = [
-            i
-            for i in held
-            if owners.of[i] != rank and reducer.params[i].grad is not None
+            i for i in self._foreign_of[number] if reducer.params[i].grad is not None
         ]
         changed: list[int] = []
         if not self._allows_changes:
-            changed = self.shares.changed([i for i in held if owners.of[i] == rank])
+            changed = self.shares.changed(self._own_of[number])
         problems = Problem(0)
         problems |= Problem.FOREIGN if foreign else Problem(0)
         problems |= Problem.CHANGED if changed else Problem(0)

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+from minidp.errors import explain
+
 NEW = 1  # the number of a replica that has committed nothing
 KEY = "history"  # the key of the number in the state that a joining replica receives
 
@@ -39,6 +41,27 @@ def believed(numbers: Sequence[int]) -> int:
     """Return the number that most replicas have; of several, that of the first one."""
     counts = Counter(numbers)
     return max(numbers, key=counts.__getitem__)
+
+
+def warning(rank: int, step: int, replicas: Sequence[int]) -> str:
+    """Return what replicas say when they find different histories.
+
+    Args:
+        rank: The rank that speaks.
+        step: The step that nobody commits.
+        replicas: Those that take the state of the others.
+    """
+    who = ", ".join(map(str, replicas))
+    return explain(
+        rank,
+        f"Replicas came to step {step} on different ways, because a quorum had left "
+        "out one that was alive.",
+        expected="one history",
+        found=f"another one on replica {who}, which now takes the others' state",
+        remedy="let the lighthouse wait longer (join_timeout_ms, "
+        "heartbeat_timeout_ms), or set min_replica_size to more than half of the "
+        "replicas",
+    )
 
 
 class History:

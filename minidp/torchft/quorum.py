@@ -412,34 +412,22 @@ class Quorum:
         if now == self._compared:
             return
         place, size = self.place
-        numbers = torch.zeros(size, dtype=torch.int64, device=self.device)
-        numbers[place] = mine
-        if not self.add_up(numbers):
+        message = torch.zeros(size, dtype=torch.int64, device=self.device)
+        message[place] = mine
+        if not self.add_up(message):
             return
         self._compared = now
-        wanted = history.believed(numbers.tolist())
-        others = [k for k, number in enumerate(numbers.tolist()) if number != wanted]
+        numbers = message.tolist()
+        wanted = history.believed(numbers)
+        others = [place for place, number in enumerate(numbers) if number != wanted]
         if not others:
             return
         names = self.members()
         names = names if len(names) == size else list(range(size))
-        who = ", ".join(str(names[k]) for k in others)
-        what = (
-            f"Replicas came to step {step} on different ways, because a quorum had "
-            "left out one that was alive."
-        )
-        found = f"another one on replica {who}, which now takes the others' state"
-        remedy = (
-            "let the lighthouse wait longer (join_timeout_ms, heartbeat_timeout_ms), "
-            "or set min_replica_size to more than half of the replicas"
-        )
-        text = explain(
-            self.rank, what, expected="one history", found=found, remedy=remedy
-        )
+        text = history.warning(self.rank, step, [names[place] for place in others])
         logger.warning("%s", text)
         if mine != wanted:
-            before = manager.state_dict() | {"step": step - 1}
-            manager.load_state_dict(before)
+            manager.load_state_dict(manager.state_dict() | {"step": step - 1})
         self.gave_up = True
         self.give_up("replicas have different histories")
 
