@@ -83,14 +83,14 @@ def batch(ctx, step):
     return torch.randn(4, 3, generator=generator)
 
 
-def train(ctx, ours, name, options, how):
+def train(ctx, ours, name, options, how, **more):
     torch.manual_seed(3)
     net = Net()
     kind = DataParallel if ours else DistributedDataParallel
     ddp = kind(net, process_group=ctx.group, **options)
     optimizers = OPTIMIZERS[name](list(net.parameters()))
     if ours:
-        ddp.sharded_step(*optimizers, per_parameter=name == "lamb")
+        ddp.sharded_step(*optimizers, per_parameter=name == "lamb", **more)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
     norms = []
     for step in range(STEPS):
