@@ -10,8 +10,9 @@ when it is used (`awaited`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from minidp.core import Reducer, without_user_modes
 from minidp.shared_memory import SharedBuffer
 
 from .awaited import LOCK, await_values, can_be_awaited, release
-from .bucket import ShardedBucket
+from .bucket import Room, ShardedBucket
 from .owners import Stretch
+from .pieces import Piece, Pieces, cut
+
+CHUNK_BYTES = 4 * 2**20  # of one rank's parameters, at least, that come together
 
 _DOING = "waiting for the new values of parameters"
 
@@ -55,7 +59,7 @@ class Returns:
             assert isinstance(bucket, ShardedBucket)
             stretches = bucket.stretches(stepper)
             if any(each.numel for each in stretches):
-                self._open.append(Return(bucket, stretches, stepper))
+                self._open += _returns_of(bucket, stretches, stepper)
 
     def settle(self) -> None:
         """Let parameters wait for values that are on their way, or wait for them here.
@@ -105,17 +109,39 @@ class Returns:
             self._open = []
 
 
+def _returns_of(
+    bucket: ShardedBucket, stretches: Sequence[Stretch], stepper: int | None
+) -> list[Return]:
+    """Start to bring the parameters of one bucket back.
+
+    Messages bring some parameters at a time, those first that a forward needs first.
+    """
+    if bucket.shared is not None:
+        room = bucket.given_room(bucket.shared)
+        return [Return(bucket, stretches, stepper, room)]
+    room, plan = bucket.room(), bucket.plan
+    limit = CHUNK_BYTES // plan.dtype.itemsize
+    of_ranks = [each.chunks(plan, limit) for each in stretches]
+    chunks = zip_longest(*of_ranks, fillvalue=Stretch(range(0), 0, 0))
+    return [Return(bucket, chunk, stepper, room) for chunk in chunks]
+
+
 class Return:
     """The way back of parameters in one bucket, which the constructor starts.
 
     Args:
         bucket: The bucket.
-        stretches: What each rank owns of it.
+        stretches: What each rank owns of it, or a part of that.
         stepper: The number of the optimizer whose parameters these are; None for all.
+        room: The memory through which the values travel.
     """
 
     def __init__(
-        self, bucket: ShardedBucket, stretches: Sequence[Stretch], stepper: int | None
+        self,
+        bucket: ShardedBucket,
+        stretches: Sequence[Stretch],
+        stepper: int | None,
+        room: Room,
     ) -> None:
         self._bucket, self._stretches, self.stepper = bucket, stretches, stepper
         self._communicator = communicator = bucket.communicator
@@ -127,25 +153,54 @@ class Return:
         ]
         self._params: list[nn.Parameter] = [bucket.params[k] for k in self._slots]
         self.is_awaited = False
-        number = bucket.plan.number
+        self._room = room
         self._works: list[comm.Work] = []
         if bucket.shared is not None:
             self._give(bucket, bucket.shared)
-            return
-        self._room = bucket.room()
-        for rank, stretch in enumerate(stretches):
-            if not stretch.numel or communicator.size == 1:
-                continue
-            is_own = rank == communicator.rank
-            flat = self._pack(stretch) if is_own else self._room.real(stretch)
-            with communicator.watching("sending new values of parameters", number):
-                work = comm.start_broadcast(flat, communicator.group, rank)
-                communicator.note_started(work, bucket.plan.device)
-            self._works.append(work)
+        elif communicator.size > 1:
+            own = self._pack(stretches[communicator.rank])
+            if comm.is_python_group(communicator.group):
+                self._broadcast(own)
+            else:
+                self._send_in_pieces(own)
+
+    def _broadcast(self, own: Tensor) -> None:
+        """Send with what any group has."""
+        communicator = self._communicator
+        for rank, stretch in enumerate(self._stretches):
+            if stretch.numel:
+                is_own = rank == communicator.rank
+                flat = own if is_own else self._room.real(stretch)
+                with self._sending():
+                    work = comm.start_broadcast(flat, communicator.group, rank)
+                    communicator.note_started(work, self._bucket.plan.device)
+                self._works.append(work)
+
+    def _send_in_pieces(self, own: Tensor) -> None:
+        group = self._communicator.group
+        flats = [self._room.real(stretch) for stretch in self._stretches]
+        pieces = []
+        for parts in cut([len(flat) for flat in flats], own.element_size()):
+            mine = parts[group.rank()]
+            sent = own[mine.start : mine.stop]
+            widths = [part.stop - part.start for part in parts]
+            with self._sending():
+                arrived, work = comm.start_sharing(sent, widths, group)
+                self._communicator.note_started(work, self._bucket.plan.device)
+            places = [
+                flat[part.start : part.stop]
+                for flat, part in zip(flats, parts, strict=True)
+            ]
+            write = partial(_write, places, arrived)
+            pieces.append(Piece(work, write, sent))
+        self._works.append(Pieces(pieces, group))
+
+    def _sending(self) -> AbstractContextManager[object]:
+        number = self._bucket.plan.number
+        return self._communicator.watching("sending new values of parameters", number)
 
     def _give(self, bucket: ShardedBucket, shared: SharedBuffer) -> None:
         """Write own values to memory from which the other ranks read them."""
-        self._room = bucket.given_room(shared)
         number = bucket.plan.number
         with self._communicator.watching("giving new values of parameters", number):
             self._pack(self._stretches[self._communicator.rank])
@@ -205,3 +260,9 @@ class Return:
         self._works = []
         if self.is_awaited:
             release(self._params)
+
+
+def _write(places: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+    for place, values in zip(places, arrived, strict=True):
+        if len(values):
+            place.copy_(values)
