@@ -140,6 +140,7 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
     """Tell other ranks that no step has come, before a forward that waits for them."""
     sharded = ddp._sharded  # a copy of the wrapper has none
     if sharded is not None and torch.is_grad_enabled():
+        sharded.refuse_broken_off()
         rebuilds = ddp._reducer.rebuild_policy.is_due
         if rebuilds or ddp.will_sync_module_buffers():
             sharded.goes_on()
@@ -164,8 +165,8 @@ def clip_grad_norm_(  # noqa: D417 -- self: a method
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,
-    *,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
 
@@ -177,19 +178,24 @@ def clip_grad_norm_(  # noqa: D417 -- self: a method
         max_norm: The greatest norm that is allowed.
         norm_type: The order of the norm; may be infinity.
         error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
+        foreach: As in torch's function. With `sharded_step`, which knows the CPU only,
+            it makes no difference: neither do the bits there.
 
     Returns:
         The total norm before, as a tensor without dimensions.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or torch
+            cannot calculate it, as that of order infinity of an empty gradient.
+        ShardedStepError: With `sharded_step` some rank does not call it, or with other
+            arguments, or has gradients that were not averaged. All ranks raise it.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
         )
     return self._sharded.clip_grad_norm_(
-        max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
     )
 
 

@@ -27,6 +27,7 @@ class Act(IntEnum):
 
     STEP = 1
     GO_ON = 2  # with another backward, without a step
+    CLIP = 3  # gradients, by the norm of all
 
 
 class Problem(IntFlag):
@@ -36,8 +37,7 @@ class Problem(IntFlag):
     FOREIGN = 2  # there are gradients of other ranks' parameters
     LOCAL = 4  # it is inside no_sync()
     CLOSURE = 8  # the step has a closure
-    BROKEN_OFF = 16  # the last step has raised after all had agreed on it
-    SCALER = 32  # a GradScaler of which nobody knows calls a fused step
+    SCALER = 16  # a GradScaler of which nobody knows calls a fused step
 
 
 _TEXTS = {
@@ -46,9 +46,9 @@ _TEXTS = {
     Problem.FOREIGN: "parameters that another rank steps have a gradient",
     Problem.LOCAL: "the step runs inside no_sync()",
     Problem.CLOSURE: "step() has a closure",
-    Problem.BROKEN_OFF: "the last step raised when all ranks had agreed to make it",
     Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
 }
+_VERBS = {Act.STEP: "steps", Act.GO_ON: "does not", Act.CLIP: "clips"}
 _REMEDIES = {
     Problem.CHANGED: "to clip, call model.clip_grad_norm_(max_norm), whose norm is "
     "over all ranks, in place of torch.nn.utils.clip_grad_norm_; what treats each "
@@ -57,8 +57,6 @@ _REMEDIES = {
     "zero_grad() before each of them",
     Problem.LOCAL: "step after a synchronised backward, outside of no_sync()",
     Problem.CLOSURE: "call the backward before step(), and pass no closure",
-    Problem.BROKEN_OFF: "load a checkpoint of model and optimizer on all ranks: some "
-    "shares may have stepped, and some not",
     Problem.SCALER: "pass it: sharded_step(optimizer, grad_scaler=scaler)",
 }
 
@@ -67,7 +65,7 @@ class Intent(NamedTuple):
     """What one rank says."""
 
     act: Act
-    optimizer: int  # its number
+    what: int  # the optimizer's number, or to what it clips, as a hash
     problems: Problem
 
 
@@ -118,35 +116,49 @@ class Agreement:
                 raise ShardedStepError(
                     explain(
                         rank,
-                        f"No rank steps, because on rank {listed(having)} "
+                        f"No rank {_VERBS[mine.act]}, because on rank {listed(having)} "
                         f"{_TEXTS[problem]}.",
                         names=names if problem & mine.problems else (),
                         remedy=f"{_REMEDIES[problem]}. To go on, call reset() on all "
                         "ranks, and zero_grad()",
                     )
                 )
-        steps = {(each.act, each.optimizer) for each in intents}
-        if len(steps) > 1:
+        if len({(each.act, each.what) for each in intents}) > 1:
             raise ShardedStepError(_explain_different(rank, intents))
 
 
 def _explain_different(rank: int, intents: Sequence[Intent]) -> str:
-    stepping = [r for r, each in enumerate(intents) if each.act is Act.STEP]
-    leaving = [r for r, each in enumerate(intents) if each.act is Act.GO_ON]
-    if leaving:
+    doing = {
+        act: [r for r, each in enumerate(intents) if each.act is act] for act in Act
+    }
+    found = ", ".join(f"rank {listed(doing[a])} {_VERBS[a]}" for a in Act if doing[a])
+    if clipping := doing[Act.CLIP]:
+        is_common = len(clipping) == len(intents)
+        return explain(
+            rank,
+            "Ranks call model.clip_grad_norm_ with unequal arguments."
+            if is_common
+            else "Some ranks call model.clip_grad_norm_, and others do not.",
+            expected="all ranks to clip together, to the same norm",
+            found="" if is_common else found,
+            remedy="call it on all ranks, also where only one of them logs the norm. "
+            "Nothing was clipped and no rank has stepped; call reset() on all ranks to "
+            "go on",
+        )
+    if doing[Act.GO_ON]:
         return explain(
             rank,
             "Some ranks step, and others have gone on to the next backward without a "
             "step. No rank has stepped.",
             expected="all ranks to step, or none",
-            found=f"rank {listed(stepping)} steps, rank {listed(leaving)} does not",
+            found=found,
             remedy="decide on all ranks alike whether to step: by values that are "
             "equal on all of them, such as the norm that model.clip_grad_norm_ "
             "returns. A GradScaler finds what all ranks have only if it is told: "
             "sharded_step(optimizer, grad_scaler=scaler). Call reset() on all ranks to "
             "go on",
         )
-    numbers = ", ".join(str(each.optimizer) for each in intents)
+    numbers = ", ".join(str(each.what) for each in intents)
     return explain(
         rank,
         "Ranks step different optimizers at the same time. No rank has stepped.",

@@ -14,7 +14,9 @@ so states, of this rank's share only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -183,17 +185,13 @@ class ShardedStep(Observer):
     @untraced
     def goes_on(self) -> None:
         """Do the same, where a forward is about to wait for all ranks."""
-        try:
+        if self._reducer.phase.now in (Phase.IDLE, Phase.ARMED):
             self._tell_of_no_step()
-        except BaseException as error:
-            self._reducer.fail(error)
-            raise
 
     def _tell_of_no_step(self) -> None:
-        if self._is_open:
-            self._agreement.reach(Intent(Act.GO_ON, 0, Problem.BROKEN_OFF))
+        self.refuse_broken_off()
         if self._is_reduced:
-            self._agreement.reach(Intent(Act.GO_ON, 0, Problem(0)))
+            self._agree(Intent(Act.GO_ON, 0, Problem(0)))
             self._is_reduced = False
 
     def finished(self) -> None:
@@ -219,54 +217,90 @@ class ShardedStep(Observer):
             ShardedStepError: Not all do, or what they would do is wrong.
             MiniDPError: The last backward has failed.
         """
+        self._refuse_unfinished("An optimizer steps")
+        number = self._number_of(optimizer)
+        problems, held = self._problems(number)
+        if has_closure:
+            problems |= Problem.CLOSURE
+        self._agree(Intent(Act.STEP, number, problems), held)
+        self._is_reduced, self._is_open = False, True
+
+    def _refuse_unfinished(self, what: str) -> None:
+        """Refuse what must follow a backward if that has not ended well."""
         reducer = self._reducer
         reducer.check()
         if reducer.phase.now not in (Phase.IDLE, Phase.ARMED):
             raise ShardedStepError(
                 explain(
                     reducer.rank,
-                    "An optimizer steps although the last backward has not ended well.",
+                    f"{what} although the last backward has not ended well.",
                     found=f"phase {reducer.phase.now.name}"
                     + (f", after {reducer.failure}" if reducer.failure else ""),
                     remedy="step after a backward that has brought all gradients; call "
                     "reset() on all ranks to go on",
                 )
             )
-        number = self._number_of(optimizer)
-        problems, names = self._problems(number)
-        if has_closure:
-            problems |= Problem.CLOSURE
-        intent = Intent(Act.STEP, number, problems)
-        try:
-            self._agreement.reach(intent, names)
-        except BaseException as error:
+        self.refuse_broken_off()
+
+    def refuse_broken_off(self) -> None:
+        """Refuse to go on after a step that has raised, and tell the other ranks.
+
+        They wait for the new values of this rank's share, or have had the same error.
+
+        Raises:
+            ShardedStepError: The last step has not ended.
+        """
+        if self._is_open:
+            reducer = self._reducer
+            error = ShardedStepError(
+                explain(
+                    reducer.rank,
+                    "This rank goes on, but its last step raised when all ranks had "
+                    "agreed to make it, and the others wait for the values of its "
+                    "share.",
+                    remedy="do not catch what optimizer.step() raises; or call reset() "
+                    "on all ranks, and load a checkpoint of model and optimizer there, "
+                    "because some shares may have stepped, and some not",
+                )
+            )
             reducer.fail(error)
+            raise error
+
+    def _agree(self, mine: Intent, concerned: Iterable[int] = ()) -> None:
+        """Do what all ranks do, or fail on all of them."""
+        try:
+            self._agreement.reach(mine, [self._reducer.names[i] for i in concerned])
+        except BaseException as error:
+            self._reducer.fail(error)
             raise
-        self._is_reduced, self._is_open = False, True
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
 
-    def _problems(self, number: int) -> tuple[Problem, list[str]]:
+    def _with_grads(self, indices: Iterable[int]) -> list[int]:
+        params = self._reducer.params
+        return [i for i in indices if params[i].grad is not None]
+
+    def _not_averaged(self, foreign: Collection[int]) -> Problem:
+        """Return why gradients are no averages, if parameters of others have some."""
+        problems = Problem.FOREIGN if foreign else Problem(0)
+        if not self._reducer.ledger.sync_enabled:
+            problems |= Problem.LOCAL
+        return problems
+
+    def _problems(self, number: int) -> tuple[Problem, list[int]]:
         """Return what is wrong with a step on this rank, and with which parameters."""
-        reducer = self._reducer
-        foreign = [
-            i for i in self._foreign_of[number] if reducer.params[i].grad is not None
-        ]
-        changed: list[int] = []
+        foreign = self._with_grads(self._foreign_of[number])
+        problems, changed = self._not_averaged(foreign), []
         if not self._allows_changes:
             changed = self.shares.changed(self._own_of[number])
-        problems = Problem(0)
-        problems |= Problem.FOREIGN if foreign else Problem(0)
         problems |= Problem.CHANGED if changed else Problem(0)
-        problems |= Problem(0) if reducer.ledger.sync_enabled else Problem.LOCAL
         # A fused step skips itself, on the ranks that have found infinity.
         optimizer = self.optimizers[number]
         is_told = self._overflows is not None
         if getattr(optimizer, "found_inf", None) is not None and not is_told:
             problems |= Problem.SCALER
-        problems |= Problem.BROKEN_OFF if self._is_open else Problem(0)
-        return problems, [reducer.names[i] for i in foreign or changed]
+        return problems, foreign or changed
 
     def after(self, optimizer: Optimizer) -> None:
         """Give the new values of this rank's share to the others, and get theirs.
@@ -325,6 +359,7 @@ class ShardedStep(Observer):
             reducer.fail(error)
             raise error
 
+    @untraced
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
@@ -333,8 +368,15 @@ class ShardedStep(Observer):
         All ranks must call it together, and wait for each other.
 
         Raises:
-            RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+            ShardedStepError: Some rank does not, or does so with other arguments, or
+                has gradients that were not averaged.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or torch
+                cannot calculate it.
         """
+        self._refuse_unfinished("Gradients are clipped")
+        foreign = self._with_grads(chain.from_iterable(self._foreign_of))
+        arguments = zlib.crc32(repr((max_norm, norm_type, error_if_nonfinite)).encode())
+        self._agree(Intent(Act.CLIP, arguments, self._not_averaged(foreign)), foreign)
         with self.shares.changing():
             return self._norms.clip(max_norm, norm_type, raises=error_if_nonfinite)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -194,8 +195,32 @@ def test_a_step_that_raised_and_is_forgotten(ctx):
     with pytest.raises(ValueError, match="out of luck"):
         optimizer.step()
     optimizer.is_broken = False
-    with pytest.raises(ShardedStepError, match="the last step raised"):
+    with pytest.raises(ShardedStepError, match="its last step raised"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@on_ranks(2)
+def test_a_step_that_raised_on_one_rank_and_is_forgotten(ctx, steps):
+    """Its next forward says so, and the others wait no longer."""
+    ddp, optimizer = made(ctx, lambda ps: Breaks(ps, 0.1), {"per_parameter": True})
+    for number in range(steps):
+        backward(ctx, ddp, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(ctx, ddp, 5)
+    optimizer.is_broken = ctx.rank == 1
+    began = time.monotonic()
+    with pytest.raises(MiniDPError) as error:  # noqa: PT012 -- as a script does it
+        with suppress(ValueError):
+            optimizer.step()
+        backward(ctx, ddp, 6)
+    says(error, "its last step raised")  # on rank 0, too, which tells what rank 1 said
+    assert time.monotonic() - began < 5
+    optimizer.is_broken = False
+    with pytest.warns(match=f"{steps + 1} on rank 0, {steps} on rank 1"):
+        ddp.reset()
+    return params_of(ddp)
 
 
 @on_ranks(2)
