@@ -79,8 +79,6 @@ def sharded_step(  # noqa: D417 -- self: a method
         sizes = [spec.nbytes for spec in reducer.queue.specs]
         owners = balanced(sizes, steppers, group.size())
         scales = grad_scaler is not None and grad_scaler.is_enabled()
-        if scales:
-            _refuse_empty_shares(owners)
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
     except Exception as error:
@@ -140,25 +138,8 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
     """Tell other ranks that no step has come, before a forward that waits for them."""
     sharded = ddp._sharded  # a copy of the wrapper has none
     if sharded is not None and torch.is_grad_enabled():
-        sharded.refuse_broken_off()
         rebuilds = ddp._reducer.rebuild_policy.is_due
-        if rebuilds or ddp.will_sync_module_buffers():
-            sharded.goes_on()
-
-
-def _refuse_empty_shares(owners: Owners) -> None:
-    """Refuse a scaler if a rank owns nothing: a scaler needs gradients.
-
-    Raises:
-        ValueError: A rank owns no parameter of some optimizer.
-    """
-    pairs = set(zip(owners.of, owners.stepper, strict=True))
-    if len(pairs) < owners.size * len(set(owners.stepper)):
-        raise ValueError(
-            "sharded_step does not go with a GradScaler here, because some rank owns "
-            "no parameter of an optimizer, and a scaler needs gradients to look at. "
-            "What to do: leave one of the two out."
-        )
+        sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
 
 
 def clip_grad_norm_(  # noqa: D417 -- self: a method

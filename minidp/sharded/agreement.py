@@ -38,6 +38,7 @@ class Problem(IntFlag):
     LOCAL = 4  # it is inside no_sync()
     CLOSURE = 8  # the step has a closure
     SCALER = 16  # a GradScaler of which nobody knows calls a fused step
+    MOVED = 32  # its optimizer has got parameters that another one steps
 
 
 _TEXTS = {
@@ -47,6 +48,8 @@ _TEXTS = {
     Problem.LOCAL: "the step runs inside no_sync()",
     Problem.CLOSURE: "step() has a closure",
     Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
+    Problem.MOVED: "an optimizer has got parameters, perhaps by add_param_group, that "
+    "sharded_step knows as those of another optimizer",
 }
 _VERBS = {Act.STEP: "steps", Act.GO_ON: "does not", Act.CLIP: "clips"}
 _REMEDIES = {
@@ -58,6 +61,8 @@ _REMEDIES = {
     Problem.LOCAL: "step after a synchronised backward, outside of no_sync()",
     Problem.CLOSURE: "call the backward before step(), and pass no closure",
     Problem.SCALER: "pass it: sharded_step(optimizer, grad_scaler=scaler)",
+    Problem.MOVED: "give each parameter to one optimizer, before sharded_step; to give "
+    "it to another one later, wrap the module anew",
 }
 
 

@@ -38,11 +38,13 @@ class Shares:
         self._own = tuple(own)
         self._stamps: dict[int, _Stamp] = {}
 
-    def note(self, untouched: Collection[int] = ()) -> None:
-        """Note the averages of a reduction, which has left some ``.grad`` untouched."""
+    def note(self) -> None:
+        """Note the averages of a reduction.
+
+        Those that it has left untouched are of an earlier one, or were zeroed since.
+        """
         for i in self._own:
-            if i not in untouched:
-                self._stamp(i)
+            self._stamp(i)
 
     @contextmanager
     def changing(self) -> Iterator[None]:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -78,6 +80,8 @@ class ShardedStep(Observer):
             [i for i, s in enumerate(owners.stepper) if s == k and owners.of[i] != rank]
             for k in range(len(optimizers))
         ]
+        # By optimizer and group: the parameters that it is known to hold.
+        self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
         self._norms = Norms(reducer, own)
@@ -183,9 +187,18 @@ class ShardedStep(Observer):
         self._tell_of_no_step()
 
     @untraced
-    def goes_on(self) -> None:
-        """Do the same, where a forward is about to wait for all ranks."""
-        if self._reducer.phase.now in (Phase.IDLE, Phase.ARMED):
+    def before_forward(self, *, waits: bool) -> None:
+        """Look whether the last step has ended.
+
+        If the forward ``waits`` for all ranks, tell them if no step has come.
+
+        Raises:
+            ShardedStepError: The last step has raised, or others step.
+        """
+        self.refuse_broken_off()
+        if self._overflows is not None:
+            self._overflows.drop()
+        if waits and self._reducer.phase.now in (Phase.IDLE, Phase.ARMED):
             self._tell_of_no_step()
 
     def _tell_of_no_step(self) -> None:
@@ -198,8 +211,20 @@ class ShardedStep(Observer):
         """Note the averages of this rank's share."""
         if self._overflows is not None:
             self._overflows.share()
-        self.shares.note(self._reducer.queue.untouched)
+        self.shares.note()
+        self._leave_zeros_to_owners()
         self._is_reduced, self._is_looked_at = True, False
+
+    def _leave_zeros_to_owners(self) -> None:
+        """Drop zeros that this rank would apply to parameters of others.
+
+        The script has made them, and no rank has used the parameters.
+        """
+        for i in self._reducer.queue.untouched:
+            grad = self._reducer.params[i].grad
+            is_foreign = self.owners.of[i] != self._reducer.rank
+            if is_foreign and grad is not None and not bool(grad.any()):
+                self._reducer.params[i].grad = None
 
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
@@ -207,6 +232,8 @@ class ShardedStep(Observer):
         self._is_looked_at = False
         self.shares.forget()
         self._returns.drop()
+        if self._overflows is not None:
+            self._overflows.drop()
 
     # -- a step ------------------------------------------------------------------------
 
@@ -219,6 +246,8 @@ class ShardedStep(Observer):
         """
         self._refuse_unfinished("An optimizer steps")
         number = self._number_of(optimizer)
+        if self._overflows is not None:
+            self._overflows.drop(number)
         problems, held = self._problems(number)
         if has_closure:
             problems |= Problem.CLOSURE
@@ -300,7 +329,27 @@ class ShardedStep(Observer):
         is_told = self._overflows is not None
         if getattr(optimizer, "found_inf", None) is not None and not is_told:
             problems |= Problem.SCALER
-        return problems, foreign or changed
+        moved = self._moved(number)
+        problems |= Problem.MOVED if moved else Problem(0)
+        return problems, foreign or changed or moved
+
+    def _moved(self, number: int) -> list[int]:
+        """Return the parameters of an optimizer that another one is known to step."""
+        groups, known = self.optimizers[number].param_groups, self._held[number]
+        if len(groups) == len(known) and all(
+            len(group["params"]) == len(params)
+            and all(map(is_, group["params"], params))
+            for group, params in zip(groups, known, strict=True)
+        ):
+            return []
+        held = _held_by(self.optimizers[number])
+        indices = (self._ids.get(id(param)) for param in chain.from_iterable(held))
+        moved = [
+            i for i in indices if i is not None and self.owners.stepper[i] != number
+        ]
+        if not moved:
+            self._held[number] = held  # they are new, or another group has them now
+        return moved
 
     def after(self, optimizer: Optimizer) -> None:
         """Give the new values of this rank's share to the others, and get theirs.
@@ -374,11 +423,16 @@ class ShardedStep(Observer):
                 cannot calculate it.
         """
         self._refuse_unfinished("Gradients are clipped")
+        hides = nullcontext() if self._overflows is None else self._overflows.hidden()
+        with hides:
+            return self._clip(max_norm, norm_type, raises=error_if_nonfinite)
+
+    def _clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
         foreign = self._with_grads(chain.from_iterable(self._foreign_of))
-        arguments = zlib.crc32(repr((max_norm, norm_type, error_if_nonfinite)).encode())
+        arguments = zlib.crc32(repr((max_norm, norm_type, raises)).encode())
         self._agree(Intent(Act.CLIP, arguments, self._not_averaged(foreign)), foreign)
         with self.shares.changing():
-            return self._norms.clip(max_norm, norm_type, raises=error_if_nonfinite)
+            return self._norms.clip(max_norm, norm_type, raises=raises)
 
     def bring_all(self) -> None:
         """Give all ranks the values of each parameter that its owner has.
@@ -387,6 +441,11 @@ class ShardedStep(Observer):
         """
         self._returns.start(None)
         self._returns.finish()
+
+
+def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Return the parameters of an optimizer, by group."""
+    return [[*group["params"]] for group in optimizer.param_groups]
 
 
 # For each divided optimizer the object above, and the numbers of its two hooks.

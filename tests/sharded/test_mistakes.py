@@ -452,3 +452,45 @@ def test_a_layer_that_is_unfrozen_later(ctx):
     optimizer.zero_grad()
     with pytest.raises(MiniDPError, match=r"0\.weight"):
         backward(ctx, ddp, 2)
+
+
+def two_optimizers(ctx):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    ddp = DataParallel(net, process_group=ctx.group, hang_timeout=10.0)
+    ps = list(net.parameters())
+    both = torch.optim.SGD(ps[:2], 0.1), torch.optim.SGD(ps[2:], 0.1)
+    ddp.sharded_step(*both)
+    return ddp, both
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@on_ranks(2)
+def test_a_parameter_that_a_second_optimizer_gets(ctx, steps):
+    ddp, both = two_optimizers(ctx)
+    for number in range(steps):
+        backward(ctx, ddp, number)
+        for each in both:
+            each.step()
+            each.zero_grad()
+    both[1].add_param_group({"params": [ddp.module[0].bias]})
+    backward(ctx, ddp, 5)
+    both[0].step()
+    with pytest.raises(ShardedStepError, match="add_param_group") as error:
+        both[1].step()
+    says(error, "Parameters: 0.bias", "on rank 0, 1")
+
+
+@on_ranks(2)
+def test_parameters_that_an_optimizer_may_get(ctx):
+    """Those of no wrapper, and its own in another group."""
+    ddp, both = two_optimizers(ctx)
+    both[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    bias = both[1].param_groups[0]["params"].pop()
+    both[1].add_param_group({"params": [bias], "lr": 0.01})
+    for number in range(3):
+        backward(ctx, ddp, number)
+        for each in both:
+            each.step()
+            each.zero_grad()
+    return params_of(ddp)
