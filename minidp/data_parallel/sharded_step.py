@@ -18,7 +18,9 @@ from minidp.replica import verify
 from minidp.sharded import (
     Owners,
     ShardedStep,
+    Shares,
     balanced,
+    check_copy,
     check_mark,
     check_optimizers,
     is_divided,
@@ -81,6 +83,7 @@ def sharded_step(  # noqa: D417 -- self: a method
         scales = grad_scaler is not None and grad_scaler.is_enabled()
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
+            check_copy(optimizer, owners, reducer.rank)
     except Exception as error:
         verify.verify(error, group, device)
         raise
@@ -140,6 +143,19 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
     if sharded is not None and torch.is_grad_enabled():
         rebuilds = ddp._reducer.rebuild_policy.is_due
         sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
+        if rebuilds and ddp.gradient_as_bucket_view:
+            _let_gradients_move(ddp, sharded.shares)
+
+
+def _let_gradients_move(ddp: DataParallel, shares: Shares) -> None:
+    """Let this forward move averages to new buckets, which is no change of theirs."""
+    moving = shares.unchanged()
+
+    def moved(*_: object) -> None:
+        shares.restamp(moving)
+        handle.remove()
+
+    handle = ddp.register_forward_hook(moved)
 
 
 def clip_grad_norm_(  # noqa: D417 -- self: a method

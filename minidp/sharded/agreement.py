@@ -33,12 +33,13 @@ class Act(IntEnum):
 class Problem(IntFlag):
     """Why a rank cannot step."""
 
-    CHANGED = 1  # the script has changed gradients of its share
-    FOREIGN = 2  # there are gradients of other ranks' parameters
-    LOCAL = 4  # it is inside no_sync()
-    CLOSURE = 8  # the step has a closure
-    SCALER = 16  # a GradScaler of which nobody knows calls a fused step
-    MOVED = 32  # its optimizer has got parameters that another one steps
+    MIXED = 1  # a backward has added gradients to averages
+    CHANGED = 2  # the script has changed gradients of its share
+    FOREIGN = 4  # there are gradients of other ranks' parameters
+    LOCAL = 8  # it is inside no_sync()
+    CLOSURE = 16  # the step has a closure
+    SCALER = 32  # a GradScaler of which nobody knows calls a fused step
+    MOVED = 64  # its optimizer has got parameters that another one steps
 
 
 _TEXTS = {
@@ -48,6 +49,9 @@ _TEXTS = {
     Problem.LOCAL: "the step runs inside no_sync()",
     Problem.CLOSURE: "step() has a closure",
     Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
+    Problem.MIXED: "a backward added gradients to averages that were still in .grad; "
+    "but only the owner of a parameter has its average, so that the sum is no mean over "
+    "the ranks",
     Problem.MOVED: "an optimizer has got parameters, perhaps by add_param_group, that "
     "sharded_step knows as those of another optimizer",
 }
@@ -61,6 +65,9 @@ _REMEDIES = {
     Problem.LOCAL: "step after a synchronised backward, outside of no_sync()",
     Problem.CLOSURE: "call the backward before step(), and pass no closure",
     Problem.SCALER: "pass it: sharded_step(optimizer, grad_scaler=scaler)",
+    Problem.MIXED: "call zero_grad() between two synchronised backwards, for example "
+    "after each step; to accumulate gradients, run all forwards and backwards but the "
+    "last inside no_sync(), or add up the losses",
     Problem.MOVED: "give each parameter to one optimizer, before sharded_step; to give "
     "it to another one later, wrap the module anew",
 }
@@ -70,7 +77,9 @@ class Intent(NamedTuple):
     """What one rank says."""
 
     act: Act
-    what: int  # the optimizer's number, or to what it clips, as a hash
+    # The optimizer's number; or hashes: to what it clips, or, if it goes on without a
+    # step, the values of a few parameters.
+    what: int
     problems: Problem
 
 
@@ -149,6 +158,17 @@ def _explain_different(rank: int, intents: Sequence[Intent]) -> str:
             remedy="call it on all ranks, also where only one of them logs the norm. "
             "Nothing was clipped and no rank has stepped; call reset() on all ranks to "
             "go on",
+        )
+    if all(each.act is Act.GO_ON for each in intents):
+        return explain(
+            rank,
+            "Parameters differ between the ranks after a backward whose averages no "
+            "optimizer of sharded_step has applied. Perhaps they were changed by hand "
+            "where .grad is not None: on the rank that owns them, and on no other one.",
+            expected="the same parameters on all ranks",
+            remedy="let an optimizer apply averages; or leave out sharded_step, so "
+            "that all ranks have all averages. reset() on all ranks gives them the "
+            "owners' values",
         )
     if doing[Act.GO_ON]:
         return explain(

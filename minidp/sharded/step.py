@@ -31,17 +31,22 @@ from torch.optim.optimizer import (
 from minidp.core import Observer, Phase, Reducer, untraced
 from minidp.errors import ShardedStepError, explain
 from minidp.guard import is_nested
+from minidp.replica import digest_of
 
 from .agreement import Act, Agreement, Intent, Problem
 from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
-from .checkpoint import hook_state
+from .checkpoint import hook_state, mark_copies, refuse_copy
 from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
 from .returns import Returns
 from .shares import Shares
+
+# Of each owner so many of its smallest parameters are compared, and their first rows,
+# if no step follows a backward.
+_SAMPLES, _SAMPLE_ROWS = 2, 64
 
 
 class ShardedStep(Observer):
@@ -89,7 +94,7 @@ class ShardedStep(Observer):
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
         self._is_reduced = False  # averages have come, and no rank has used them yet
-        self._is_looked_at = False  # no left-over averages are there
+        self._tasks: Collection[int] = ()  # of the last local backward
         self._is_open = False  # all ranks have agreed, and values are not back yet
         self._alive = weakref.ref(reducer)
         self._ids = {id(param): i for i, param in enumerate(reducer.params)}
@@ -112,6 +117,7 @@ class ShardedStep(Observer):
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
+            mark_copies(optimizer, owners, rank, number, _counter_of(self))
 
     # -- a backward --------------------------------------------------------------------
 
@@ -121,11 +127,8 @@ class ShardedStep(Observer):
         In shared memory the others may still add up what this rank has brought to the
         last backward, and gradients are about to be written there. If all ranks have
         stepped since, they have ended that. Otherwise this waits for them.
-
-        Raises:
-            ShardedStepError: There are some.
         """
-        self._refuse_left_over()
+        self.shares.begin_backward()
         if self._is_reduced:
             self._wait_for_readers()
 
@@ -143,31 +146,9 @@ class ShardedStep(Observer):
 
     def added_locally(self, index: int, tasks: Collection[int]) -> None:
         """Look for them where a backward inside ``no_sync()`` begins."""
-        if not self._is_looked_at:
-            try:
-                self._refuse_left_over()
-            except ShardedStepError as error:
-                self._reducer.fail(error)
-                raise
-
-    def _refuse_left_over(self) -> None:
-        if self._is_looked_at:
-            return
-        if left := self.shares.left_over():
-            raise ShardedStepError(
-                explain(
-                    self._reducer.rank,
-                    "A backward added gradients to averages that are still in .grad, "
-                    "but only the owner of a parameter has its average: the sum is no "
-                    "mean over the ranks.",
-                    names=[self._reducer.names[i] for i in left],
-                    expected="zero_grad() between two synchronised backwards",
-                    remedy="call optimizer.zero_grad() after each step; to accumulate "
-                    "gradients, run all backwards but the last inside no_sync(). Call "
-                    "reset() on all ranks to go on",
-                )
-            )
-        self._is_looked_at = True
+        if self.shares.may_be_mixed and tasks != self._tasks:
+            self._tasks = {*tasks}
+            self.shares.begin_backward()
 
     def launching(self) -> None:
         """Tell the other ranks if no step has followed the last backward.
@@ -204,8 +185,21 @@ class ShardedStep(Observer):
     def _tell_of_no_step(self) -> None:
         self.refuse_broken_off()
         if self._is_reduced:
-            self._agree(Intent(Act.GO_ON, 0, Problem(0)))
+            samples = self._samples()
+            values = int(digest_of(samples)) if samples else 0
+            self._agree(Intent(Act.GO_ON, values, Problem(0)))
             self._is_reduced = False
+
+    def _samples(self) -> list[Tensor]:
+        """Return parts of a few parameters, of each owner."""
+        params, sizes = self._reducer.params, self._reducer.queue.specs
+        found = []
+        for rank in range(self.owners.size):
+            own = [i for i in self.owners.owned_by(rank) if params[i].numel()]
+            for i in sorted(own, key=lambda i: sizes[i].nbytes)[:_SAMPLES]:
+                param = params[i].detach()
+                found.append(param if param.ndim == 0 else param[:_SAMPLE_ROWS])
+        return found
 
     def finished(self) -> None:
         """Note the averages of this rank's share."""
@@ -213,7 +207,7 @@ class ShardedStep(Observer):
             self._overflows.share()
         self.shares.note()
         self._leave_zeros_to_owners()
-        self._is_reduced, self._is_looked_at = True, False
+        self._is_reduced, self._tasks = True, ()
 
     def _leave_zeros_to_owners(self) -> None:
         """Drop zeros that this rank would apply to parameters of others.
@@ -229,7 +223,6 @@ class ShardedStep(Observer):
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
         self._is_reduced = self._is_open = False
-        self._is_looked_at = False
         self.shares.forget()
         self._returns.drop()
         if self._overflows is not None:
@@ -310,17 +303,22 @@ class ShardedStep(Observer):
         params = self._reducer.params
         return [i for i in indices if params[i].grad is not None]
 
-    def _not_averaged(self, foreign: Collection[int]) -> Problem:
-        """Return why gradients are no averages, if parameters of others have some."""
+    def _not_averaged(
+        self, foreign: Sequence[int], own: Iterable[int]
+    ) -> tuple[Problem, Sequence[int]]:
+        """Return why gradients are no averages, and of which parameters."""
+        mixed = self.shares.mixed(own)
         problems = Problem.FOREIGN if foreign else Problem(0)
+        problems |= Problem.MIXED if mixed else Problem(0)
         if not self._reducer.ledger.sync_enabled:
             problems |= Problem.LOCAL
-        return problems
+        return problems, foreign or mixed
 
-    def _problems(self, number: int) -> tuple[Problem, list[int]]:
+    def _problems(self, number: int) -> tuple[Problem, Sequence[int]]:
         """Return what is wrong with a step on this rank, and with which parameters."""
         foreign = self._with_grads(self._foreign_of[number])
-        problems, changed = self._not_averaged(foreign), []
+        problems, concerned = self._not_averaged(foreign, self._own_of[number])
+        changed: list[int] = []
         if not self._allows_changes:
             changed = self.shares.changed(self._own_of[number])
         problems |= Problem.CHANGED if changed else Problem(0)
@@ -331,7 +329,7 @@ class ShardedStep(Observer):
             problems |= Problem.SCALER
         moved = self._moved(number)
         problems |= Problem.MOVED if moved else Problem(0)
-        return problems, foreign or changed or moved
+        return problems, concerned or changed or moved
 
     def _moved(self, number: int) -> list[int]:
         """Return the parameters of an optimizer that another one is known to step."""
@@ -429,8 +427,9 @@ class ShardedStep(Observer):
 
     def _clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
         foreign = self._with_grads(chain.from_iterable(self._foreign_of))
+        problems, concerned = self._not_averaged(foreign, chain(*self._own_of))
         arguments = zlib.crc32(repr((max_norm, norm_type, raises)).encode())
-        self._agree(Intent(Act.CLIP, arguments, self._not_averaged(foreign)), foreign)
+        self._agree(Intent(Act.CLIP, arguments, problems), concerned)
         with self.shares.changing():
             return self._norms.clip(max_norm, norm_type, raises=raises)
 
@@ -446,6 +445,17 @@ class ShardedStep(Observer):
 def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
     """Return the parameters of an optimizer, by group."""
     return [[*group["params"]] for group in optimizer.param_groups]
+
+
+def _counter_of(step: ShardedStep) -> Callable[[], int]:
+    """Return a function that returns how many steps were made; -1 if it is over."""
+    reference = weakref.ref(step)
+
+    def steps() -> int:
+        alive = reference()
+        return -1 if alive is None else alive.steps
+
+    return steps
 
 
 # For each divided optimizer the object above, and the numbers of its two hooks.
@@ -491,6 +501,7 @@ def _put_in_order(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 @untraced
 def _before_another(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if not is_divided(optimizer):
+        refuse_copy(optimizer)
         for step in [*_steps]:
             step.refuse_other(optimizer, has_stepped=False)
 

@@ -103,6 +103,8 @@ def train(ctx, ours, name, options, how):
         skips = how.get("skips") and (step + ctx.rank) % 3 == 0
         skips = skips or (how.get("skips_all") and step % 3 != 1)
         ddp(batch(ctx, step), with_extra=not skips).square().mean().backward()
+        if how.get("looks_ahead"):  # in the first step this moves the gradients
+            ddp(batch(ctx, 90 + step))
         if "clip" in how:
             norm = (
                 ddp.clip_grad_norm_(how["clip"])
@@ -131,6 +133,9 @@ CASES = [
     ("sgd", {"find_unused_parameters": True}, {"skips_all": True}),
     ("sgd", {"find_unused_parameters": True}, {"skips_all": True, "to_none": False}),
     ("sgd", {"find_unused_parameters": True}, {"skips_all": True, "has_zeros": True}),
+    ("sgd", {"gradient_as_bucket_view": True}, {"looks_ahead": True, "clip": 0.3}),
+    ("sgd", {"gradient_as_bucket_view": True}, {"looks_ahead": True}),
+    ("sgd", {"static_graph": True}, {"looks_ahead": True}),
     ("adamw", {"bucket_cap_mb": 0.001}, {}),
     ("muon", {"bucket_cap_mb": 0.001}, {}),
     ("adamw", {"static_graph": True}, {}),

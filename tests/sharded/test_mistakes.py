@@ -102,6 +102,21 @@ def test_what_a_share_cannot_do(ctx, act, text):
     return goes_on(ctx, ddp, optimizer)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_change_beside_a_forward_that_moves_gradients(ctx, when):
+    """The second forward makes new buckets, of which gradients are views."""
+    ddp, optimizer = made(ctx, gradient_as_bucket_view=True)
+    backward(ctx, ddp)
+    if when == "before":
+        clip(ddp, optimizer)
+    ddp(torch.ones(1, 4))
+    if when == "after":
+        clip(ddp, optimizer)
+    with pytest.raises(ShardedStepError, match="gradients were changed"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_a_mistake_of_one_rank_is_an_error_of_all(ctx):
     ddp, optimizer = made(ctx)
@@ -144,20 +159,49 @@ def test_all_ranks_may_leave_out_a_step(ctx):
     return params_of(ddp)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("way", ["sync", "no_sync", "no_sync, sync"])
 @pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("view", [False, True])
 @on_ranks(2)
-def test_averages_that_are_not_zeroed(ctx, accumulates, steps):
-    ddp, optimizer = made(ctx)
+def test_averages_that_are_not_zeroed(ctx, way, steps, clips, view):
+    ddp, optimizer = made(ctx, gradient_as_bucket_view=view)
     backward(ctx, ddp)
     if steps:
         optimizer.step()
-    with (
-        pytest.raises(ShardedStepError, match="are still in"),
-        ddp.no_sync() if accumulates else nullcontext(),
-    ):
-        backward(ctx, ddp)
+    for how in way.split(", "):
+        with ddp.no_sync() if how == "no_sync" else nullcontext():
+            backward(ctx, ddp)
+    before = params_of(ddp)
+    act = ddp.clip_grad_norm_ if clips else lambda _: optimizer.step()
+    with pytest.raises(ShardedStepError, match="that were still in|another rank"):
+        act(1.0)
+    assert all(map(torch.equal, before, params_of(ddp)))
     return goes_on(ctx, ddp, optimizer)
+
+
+@pytest.mark.parametrize("way", ["sync", "no_sync", "no_sync, no_sync", "sync, sync"])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_sums_with_averages_that_are_zeroed_in_time(ctx, way, to_none, view):
+    """They do no harm, and the next step is right, whatever comes before it."""
+    found = []
+    for spoils in (False, True):
+        ddp, optimizer = made(ctx, gradient_as_bucket_view=view)
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=to_none)
+            if number % 2:
+                with ddp.no_sync():
+                    backward(ctx, ddp, 10 + number)
+            backward(ctx, ddp, number)
+            optimizer.step()
+            for how in way.split(", ") if spoils else ():
+                with ddp.no_sync() if how == "no_sync" else nullcontext():
+                    backward(ctx, ddp, 20 + number)
+        found.append(params_of(ddp))
+    assert all(map(torch.equal, *found))
+    return found[0]
 
 
 @on_ranks(2)
@@ -367,6 +411,57 @@ def test_second_order_backwards_are_refused(ctx):
     return goes_on(ctx, ddp, optimizer)
 
 
+def by_hand(p):
+    p -= 0.1 * p.grad
+
+
+def through_data(p):
+    p.data.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize("how", [by_hand, through_data])
+@pytest.mark.parametrize("every", [0, "auto"])
+@on_ranks(2)
+def test_an_update_by_hand_of_what_has_a_gradient(ctx, how, every):
+    """Each rank changes its own share: the next backward finds that."""
+    ddp, optimizer = made(ctx, check_replicas_every=every)
+    backward(ctx, ddp)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(ctx, ddp, 1)
+    with torch.no_grad():
+        for p in ddp.parameters():
+            if p.grad is not None:
+                how(p)
+    ddp.zero_grad()
+    with pytest.raises(ShardedStepError, match="Perhaps they were changed by hand"):
+        backward(ctx, ddp, 2)
+    return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_updates_by_hand_that_are_right(ctx):
+    """All ranks decay all weights; and one rank looks at an average of them."""
+    ddp, optimizer = made(ctx)
+    average = [p.detach().clone() for p in ddp.parameters()]
+    for number in range(6):
+        backward(ctx, ddp, number)
+        if number % 3:
+            optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.mul_(0.99)
+            if ctx.rank == 0:
+                kept = params_of(ddp)
+                for p, mean in zip(ddp.parameters(), average, strict=True):
+                    mean.lerp_(p, 0.1)
+                    p.copy_(mean)
+                for p, value in zip(ddp.parameters(), kept, strict=True):
+                    p.copy_(value)
+    return params_of(ddp)
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer of the same parameters that calls another one, as Lookahead does."""
 
@@ -429,8 +524,9 @@ def test_averages_that_are_changed_and_not_zeroed(ctx):
     backward(ctx, ddp)
     torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
     optimizer.step()
-    with pytest.raises(ShardedStepError, match="are still in"):
-        backward(ctx, ddp)
+    backward(ctx, ddp)
+    with pytest.raises(ShardedStepError, match="that were still in"):
+        optimizer.step()
     return goes_on(ctx, ddp, optimizer)
 
 
