@@ -8,7 +8,8 @@ gradients if another rank has one. All ranks then skip the step, and lower their
 A scaler refuses a step if there is no gradient to look at. With DDP that means that no
 rank has any. Here the share of one rank may be without gradients, for example because
 this step has used another branch of the module. Then that rank gets a gradient of zeros
-to be looked at, a *stand-in*, which is gone again when the optimizer steps.
+to be looked at, a *stand-in*, which is gone again when the optimizer steps, or, if it
+does not, at the end of the next backward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Overflows:
     """
 
     def __init__(self, reducer: Reducer, owners: Owners) -> None:
-        self._params = reducer.params
+        self._params, self._queue = reducer.params, reducer.queue
         steppers = range(max(owners.stepper) + 1)
         self._own = [owners.owned_by(reducer.rank, stepper) for stepper in steppers]
         # By optimizer: the parameter that gets a stand-in, and the stand-in if it has.
@@ -48,6 +49,7 @@ class Overflows:
     @torch.no_grad()
     def share(self) -> None:
         """Tell the other ranks, and hear from them; all ranks call it together."""
+        self._forget_unused()
         mine = self.exchange.blank()
         are_infinite = []
         for number, own in enumerate(self._own):
@@ -72,6 +74,13 @@ class Overflows:
             param = self._params[self._standing[each]]
             if grad is not None and param.grad is grad:
                 param.grad = None
+
+    def _forget_unused(self) -> None:
+        """Take away stand-ins of the last reduction that this one has not replaced."""
+        for number in [*self._stand_ins]:
+            if self._standing[number] in self._queue.untouched:
+                self.drop(number)
+        self._stand_ins.clear()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -177,8 +177,6 @@ class ShardedStep(Observer):
             ShardedStepError: The last step has raised, or others step.
         """
         self.refuse_broken_off()
-        if self._overflows is not None:
-            self._overflows.drop()
         if waits and self._reducer.phase.now in (Phase.IDLE, Phase.ARMED):
             self._tell_of_no_step()
 
