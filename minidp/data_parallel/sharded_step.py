@@ -18,7 +18,9 @@ from minidp.replica import verify
 from minidp.sharded import (
     Owners,
     ShardedStep,
+    Shares,
     balanced,
+    check_copy,
     check_mark,
     check_optimizers,
     is_divided,
@@ -89,10 +91,9 @@ def sharded_step(  # noqa: D417 -- self: a method
         sizes = [spec.nbytes for spec in reducer.queue.specs]
         owners = balanced(sizes, steppers, group.size())
         scales = grad_scaler is not None and grad_scaler.is_enabled()
-        if scales:
-            _refuse_empty_shares(owners)
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
+            check_copy(optimizer, owners, reducer.rank)
     except Exception as error:
         verify.verify(error, group, device)
         raise
@@ -159,8 +160,9 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
         rebuilds = ddp._reducer.rebuild_policy.is_due
         if rebuilds:  # it gives up the memory through which values come
             sharded.bring_rest()
-        if rebuilds or ddp.will_sync_module_buffers():
-            sharded.goes_on()
+        sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
+        if rebuilds and ddp.gradient_as_bucket_view:
+            _let_gradients_move(ddp, sharded.shares)
 
 
 def _has_script(ddp: DataParallel) -> bool:
@@ -169,27 +171,23 @@ def _has_script(ddp: DataParallel) -> bool:
     return any(is_script)
 
 
-def _refuse_empty_shares(owners: Owners) -> None:
-    """Refuse a scaler if a rank owns nothing: a scaler needs gradients.
+def _let_gradients_move(ddp: DataParallel, shares: Shares) -> None:
+    """Let this forward move averages to new buckets, which is no change of theirs."""
+    moving = shares.unchanged()
 
-    Raises:
-        ValueError: A rank owns no parameter of some optimizer.
-    """
-    pairs = set(zip(owners.of, owners.stepper, strict=True))
-    if len(pairs) < owners.size * len(set(owners.stepper)):
-        raise ValueError(
-            "sharded_step does not go with a GradScaler here, because some rank owns "
-            "no parameter of an optimizer, and a scaler needs gradients to look at. "
-            "What to do: leave one of the two out."
-        )
+    def moved(*_: object) -> None:
+        shares.restamp(moving)
+        handle.remove()
+
+    handle = ddp.register_forward_hook(moved)
 
 
 def clip_grad_norm_(  # noqa: D417 -- self: a method
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,
-    *,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
 
@@ -201,19 +199,24 @@ def clip_grad_norm_(  # noqa: D417 -- self: a method
         max_norm: The greatest norm that is allowed.
         norm_type: The order of the norm; may be infinity.
         error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
+        foreach: As in torch's function. With `sharded_step`, which knows the CPU only,
+            it makes no difference: neither do the bits there.
 
     Returns:
         The total norm before, as a tensor without dimensions.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or torch
+            cannot calculate it, as that of order infinity of an empty gradient.
+        ShardedStepError: With `sharded_step` some rank does not call it, or with other
+            arguments, or has gradients that were not averaged. All ranks raise it.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
         )
     return self._sharded.clip_grad_norm_(
-        max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
     )
 
 
