@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from minidp import comm
-from minidp.core import Reducer
+from minidp.core import Reducer, traced
 from minidp.shared_memory import SharedBuffer
+from minidp.trace import Moment
 
 from .bucket import ShardedBucket
 from .owners import Stretch
@@ -70,14 +71,20 @@ class Return:
 
     def __init__(self, bucket: ShardedBucket, stretches: Sequence[Stretch]) -> None:
         self._bucket, self._stretches = bucket, stretches
-        self._communicator = communicator = bucket.communicator
-        number = bucket.plan.number
+        self._communicator = bucket.communicator
+        self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
         self._works: list[comm.Work] = []
+        self._start()
+
+    @traced("send values", before=Moment.VALUES_STARTED, after=Moment.VALUES_SENT)
+    def _start(self) -> None:
+        bucket, communicator = self._bucket, self._communicator
+        number = bucket.plan.number
         if bucket.shared is not None:
             self._give(bucket, bucket.shared)
             return
         self._room = bucket.room()
-        for rank, stretch in enumerate(stretches):
+        for rank, stretch in enumerate(self._stretches):
             if not stretch.numel or communicator.size == 1:
                 continue
             is_own = rank == communicator.rank
@@ -106,6 +113,7 @@ class Return:
                 torch._foreach_copy_(views, params)
         return flat
 
+    @traced("wait for values", before=Moment.VALUES_AWAITED, after=Moment.VALUES_BACK)
     def finish(self) -> None:
         """Wait for the values of the other ranks, and write them to parameters."""
         communicator = self._communicator
