@@ -5,15 +5,17 @@ Read `known` (which optimizers can do that), `owners` (who steps what), `bucket`
 `returns` (new values come back to all ranks), `shares` (what the script has done to the
 gradients meanwhile), `norms` (of all gradients), `overflows` (for a ``GradScaler``),
 `step` (all of it together). Then `checkpoint` (the state of an optimizer, saved and
-loaded).
+loaded) and `distributed_checkpoint` (the same for ``torch.distributed.checkpoint``).
 """
 
 from .checkpoint import check_mark, keep_own, whole_state
+from .distributed_checkpoint import OptimizerShare
 from .known import check as check_optimizers
 from .owners import Owners, balanced
 from .step import ShardedStep, is_divided
 
 __all__ = [
+    "OptimizerShare",
     "Owners",
     "ShardedStep",
     "balanced",
