@@ -85,8 +85,10 @@ class OptimizerShare:
                     if isinstance(key, str) and isinstance(value, Tensor)
                 }
                 rest = {k: v for k, v in state.items() if k not in tensors[name]}
-                others[name] = found is not None, sorted(tensors[name]), rest
-        groups = tuple(group | {"params": names} for group, names in by_group)
+                # A checkpoint may be written while the training goes on.
+                keys = sorted(tensors[name])
+                others[name] = found is not None, keys, copy.deepcopy(rest)
+        groups = tuple(_options(group) | {"params": names} for group, names in by_group)
         return {"state": tensors, "share": others, "param_groups": groups}
 
     def _names_by_group(self) -> list[list[str]]:
@@ -116,8 +118,7 @@ class OptimizerShare:
         for each, value in vars(optimizer).items():
             if each.startswith("_optimizer_") and isinstance(value, OrderedDict):
                 setattr(stand_in, each, OrderedDict())  # hooks
-        options = {key: value for key, value in group.items() if key != "params"}
-        stand_in.param_groups = [copy.deepcopy(options) | {"params": [twin]}]
+        stand_in.param_groups = [_options(group) | {"params": [twin]}]
         stand_in.state = defaultdict(dict)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -196,3 +197,8 @@ class OptimizerShare:
 
     def _error(self, what: str, **parts: Any) -> ShardedStepError:
         return ShardedStepError(explain(self._reducer.rank, what, **parts))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a group has besides its parameters."""
+    return copy.deepcopy({k: v for k, v in group.items() if k != "params"})
