@@ -16,6 +16,7 @@ from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
 from minidp.replica import verify
 from minidp.sharded import (
+    OptimizerShare,
     Owners,
     ShardedStep,
     Shares,
@@ -151,6 +152,47 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
     if self._sharded is None or not is_divided(optimizer):
         return optimizer.state_dict() if self._reducer.rank == to else None
     return whole_state(optimizer, self._reducer, to)
+
+
+def sharded_optimizer_state(  # noqa: D417 -- self: a method
+    self: DataParallel, optimizer: Optimizer
+) -> OptimizerShare:
+    """Return what ``torch.distributed.checkpoint`` saves and loads of an optimizer.
+
+    Each rank writes the share of the state that it keeps (`sharded_step`), and reads
+    the one that it will keep, also if the number of ranks is another one. All ranks
+    call these together::
+
+        state = {"model": net, "optimizer": model.sharded_optimizer_state(optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)  # perhaps in another job
+
+    Parameters have the names that they have in the module, so ``exp_avg`` of Adam is
+    ``optimizer.state.0.weight.exp_avg`` in the checkpoint. An optimizer whose steps are
+    not divided can save and load the same checkpoints.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        An object with ``state_dict()`` and ``load_state_dict()``, which DCP calls.
+
+    Raises:
+        ShardedStepError: The optimizer has a parameter that is not in the module.
+    """
+    reducer = self._reducer
+
+    def names() -> dict[int, str]:
+        found = {id(p): name for name, p in self.module.named_parameters()}
+        return found | {id(p): name for name, p in reducer.named.items()}
+
+    def foreign() -> set[int]:
+        if self._sharded is None or not is_divided(optimizer):
+            return set()
+        pairs = zip(reducer.params, self._sharded.owners.of, strict=True)
+        return {id(param) for param, owner in pairs if owner != reducer.rank}
+
+    return OptimizerShare(optimizer, reducer, names, foreign)
 
 
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:

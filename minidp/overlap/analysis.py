@@ -12,11 +12,19 @@ This happens to one bucket in one step::
 
 *Hidden* is the part of late and wire in which this rank computes its backward or runs
 an optimizer step. *Exposed* is the rest, so hidden + exposed = late + wire.
+
+With divided steps (`sharded_step`) a bucket's new values come back later::
+
+    started     sent               awaited            back
+       |-- busy --|---- hidden ----|------ busy ------|
+
+*Hidden* is the part of it in which this rank is not busy with values, neither with
+these nor with those of another bucket. *Exposed* is the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -24,9 +32,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .skew import Run
-from .timeline import BucketTimes, Span, Step, Timeline
+from .timeline import BucketTimes, Span, Step, Timeline, ValueTimes
 
 TURNS = "logical ranks"  # the row of their turns
+VALUES = "values"  # the row of those that come back to all ranks
+HIDDEN_VALUES, EXPOSED_VALUES = "values, hidden", "values, exposed"  # slices of them
 Spread = tuple[float, float]  # p10 and p90 over steps
 
 
@@ -54,11 +64,25 @@ class BucketOverlap:
 
 
 @dataclass(frozen=True)
+class ValuesOverlap:
+    """The way back of one bucket's values that a step has sent, in seconds."""
+
+    number: int  # of the bucket
+    members: tuple[int, ...]  # parameter indices
+    nbytes: int  # of all members, also of those that this rank sends
+    start_s: float  # from the backward's end until they are started
+    hidden_s: float  # from then on until they are back: while this rank does otherwise
+    exposed_s: float  # the other part of that time
+    waited_s: float  # the part of exposed in which this rank waits for this bucket
+
+
+@dataclass(frozen=True)
 class StepOverlap:
     """One step of one rank: its seconds, split into phases, and its buckets.
 
-    `hidden_s` and `late_s` are no phases. Hidden time lies in the backward or in
-    optimizer steps, and late time in hidden and exposed.
+    `hidden_s`, `late_s` and `hidden_values_s` are no phases. Hidden time lies in the
+    backward or in optimizer steps, late time in hidden and exposed, and values may be
+    on their way in any phase.
     """
 
     seconds: float  # from its begin to that of the next step
@@ -71,9 +95,12 @@ class StepOverlap:
     exposed_s: float
     late_s: float  # the part of hidden and exposed that waits for slower ranks
     finish_s: float  # copying the averages out
+    values_s: float  # this rank sends or awaits values; no other phase has this time
+    hidden_values_s: float  # values are on their way, and this rank does other things
     optimizer_s: float
     other_s: float
     buckets: tuple[BucketOverlap, ...]
+    values: tuple[ValuesOverlap, ...]  # those that this step has sent
     step: Step
     timeline: Timeline
 
@@ -103,27 +130,69 @@ def overlap_of(
     local = step.local_backwards
     loop, loop_end = step.begin_ns, max((t.end_ns for t in step.turns), default=0)
     outside = pieces(step.turns, loop, max(loop, loop_end))
+    busy = busy_with(step.values)
+
+    def without_values(seconds: float, spans: Sequence[Span]) -> float:
+        return seconds - common(spans, busy, step.begin_ns, step.end_ns) / 1e9
+
+    optimizer = covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9
+    forward = sum(span.seconds for span in step.forwards)
+    local_forward = sum(span.seconds for span in step.local_forwards)
     parts = {
-        "local_forward_s": sum(span.seconds for span in step.local_forwards),
+        "local_forward_s": without_values(local_forward, step.local_forwards),
         "local_backward_s": covered(local, step.begin_ns, step.end_ns) / 1e9,
         "between_s": sum(b - a for a, b, in_turn in outside if not in_turn) / 1e9,
-        "forward_s": sum(span.seconds for span in step.forwards),
+        "forward_s": without_values(forward, step.forwards),
         "backward_s": step.backward.seconds,
         "exposed_s": exposed,
         "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
-        "optimizer_s": covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9,
+        "values_s": covered(busy, step.begin_ns, step.end_ns) / 1e9,
+        "optimizer_s": without_values(optimizer, step.optimizers),
     }
+    ways = [Span(each.started_ns, each.back_ns) for each in step.values]
+    hidden_ns = covered(ways, step.begin_ns, step.end_ns)
+    hidden_ns -= covered(busy, step.begin_ns, step.end_ns)
     seconds = (step.end_ns - step.begin_ns) / 1e9
     return StepOverlap(
         seconds=seconds,
         hidden_s=sum(bucket.hidden_s for bucket in buckets),
         late_s=sum(bucket.late_s for bucket in buckets),
+        hidden_values_s=hidden_ns / 1e9,
         other_s=max(0.0, seconds - sum(parts.values())),
         buckets=tuple(buckets),
+        values=tuple(_values(timeline, step, busy)),
         step=step,
         timeline=timeline,
         **parts,
     )
+
+
+def busy_with(values: Iterable[ValueTimes]) -> list[Span]:
+    """Return when this rank sends values of parameters, or waits for them."""
+    found = []
+    for each in values:
+        found.append(Span(each.started_ns, each.sent_ns))
+        found.append(Span(each.awaited_ns, each.back_ns))
+    return found
+
+
+def _values(
+    timeline: Timeline, step: Step, busy: Sequence[Span]
+) -> Iterator[ValuesOverlap]:
+    for each in step.values:
+        if each.started_ns < step.begin_ns:
+            continue  # it is told of in the step before
+        members = timeline.layouts[step.layout][each.number]
+        exposed = covered(busy, each.started_ns, each.back_ns)
+        yield ValuesOverlap(
+            number=each.number,
+            members=members,
+            nbytes=sum(timeline.params[i].nbytes for i in members),
+            start_s=(each.started_ns - step.backward.end_ns) / 1e9,
+            hidden_s=(each.back_ns - each.started_ns - exposed) / 1e9,
+            exposed_s=exposed / 1e9,
+            waited_s=(each.back_ns - each.awaited_ns) / 1e9,
+        )
 
 
 def _bucket(
@@ -173,19 +242,29 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
     return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
 
 
+def common(one: Sequence[Span], other: Sequence[Span], begin: int, end: int) -> int:
+    """Return how much of an interval lies inside spans of both kinds."""
+    found = pieces(other, begin, end)
+    return sum(covered(one, a, b) for a, b, inside in found if inside)
+
+
 class Slice(NamedTuple):
     """A named interval on a row of a trace or of the page."""
 
-    row: str | int  # "forward", "backward", "optimizer", TURNS, or a bucket's number
+    # "forward", "backward", "optimizer", TURNS, VALUES, or a bucket's number
+    row: str | int
     name: str
     begin_ns: int
     end_ns: int
+    bucket: int | None = None  # of what the row VALUES has
 
 
 def slices(found: StepOverlap) -> Iterator[Slice]:
     """Yield one rank's step as slices: its phases, then the stages of each bucket.
 
-    The wire is cut into hidden and exposed parts. Stages without length are left out.
+    The wire is cut into hidden and exposed parts, and so are values on their way back:
+    those of all buckets together, and those of each bucket. Of them a step has what
+    lies in it. Stages without length are left out.
     """
     step = found.step
     for turn in step.turns:
@@ -201,6 +280,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
     ):
         for span in spans:
             yield Slice(row, name, span.begin_ns, span.end_ns)
+    yield from _value_slices(found)
     busy = (step.backward, *step.optimizers)
     for bucket in found.buckets:
         times = bucket.times
@@ -216,6 +296,36 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
         for name, begin, end in stages:
             if begin < end:
                 yield Slice(bucket.number, name, begin, end)
+
+
+def _value_slices(found: StepOverlap) -> Iterator[Slice]:
+    """Yield the ways back of values: all in one row, and then those of each bucket.
+
+    Only what lies in the step is a part of it.
+    """
+    values, busy = found.step.values, busy_with(found.step.values)
+    limits = Span(found.step.begin_ns, found.step.end_ns)
+    for each in values:
+        for span in busy_with([each]):
+            begin, end = _within(limits, span)
+            if begin < end:
+                yield Slice(VALUES, EXPOSED_VALUES, begin, end, each.number)
+    ways = [Span(each.started_ns, each.back_ns) for each in values]
+    for a, b, is_any in pieces(ways, limits.begin_ns, limits.end_ns):
+        for begin, end, is_busy in pieces(busy, a, b) if is_any else ():
+            if not is_busy:
+                yield Slice(VALUES, HIDDEN_VALUES, begin, end)
+    reduced = {bucket.number for bucket in found.buckets}
+    for each, way in zip(values, ways, strict=True):
+        if each.number in reduced:  # else it has no row
+            for begin, end, is_busy in pieces(busy, *_within(limits, way)):
+                name = EXPOSED_VALUES if is_busy else HIDDEN_VALUES
+                yield Slice(each.number, name, begin, end)
+
+
+def _within(limits: Span, span: Span) -> tuple[int, int]:
+    begin = max(limits.begin_ns, span.begin_ns)
+    return begin, min(limits.end_ns, span.end_ns)
 
 
 # ------------------------------------------------------------------- logical ranks
