@@ -241,11 +241,21 @@ void sum_share(
   with_type(bucket.type, [&](auto x) {
     using T = decltype(x);
     alignas(kLine) T sum[kBlock];
+    alignas(kLine) T mine[kBlock];
+    const bool has_own = tiles != nullptr && tiles->has_own;
     for (int64_t at = begin; at < end; at += kBlock) {
       const int64_t n = std::min(kBlock, end - at);
-      std::memcpy(sum, static_cast<const T*>(ranks[0]) + at, n * sizeof(T));
-      for (size_t rank = 1; rank < ranks.size(); ++rank) {
-        Adder<T>::add(sum, static_cast<const T*>(ranks[rank]) + at, n);
+      if (has_own) {
+        tiles->read(at * static_cast<int64_t>(sizeof(T)), mine, n * sizeof(T));
+      }
+      for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
+        const bool is_mine = has_own && rank == own;
+        const T* values = is_mine ? mine : static_cast<const T*>(ranks[rank]) + at;
+        if (rank == 0) {
+          std::memcpy(sum, values, n * sizeof(T));
+        } else {
+          Adder<T>::add(sum, values, n);
+        }
       }
       if (tiles != nullptr) {
         tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
@@ -517,7 +527,7 @@ bool SharedMemory::may_spin() const {
 }
 
 bool SharedMemory::is_done(size_t bucket) const {
-  if (!buckets_[bucket].bounds.empty()) {
+  if (!shape(bucket).bounds.empty()) {
     return summed_[bucket] == rounds_[bucket];
   }
   return counters(bucket).done.load(std::memory_order_acquire) == rounds_[bucket] * pieces_[bucket];
