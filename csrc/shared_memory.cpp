@@ -21,6 +21,7 @@
 #include <set>
 #include <stdexcept>
 #include <system_error>
+#include <type_traits>
 
 #include "adder.h"
 
@@ -231,6 +232,27 @@ void sum_in_given_order(
   });
 }
 
+namespace {
+
+// In one pass, which takes two thirds of the time: two ranks, one of which has its values in the
+// tiles. The sum of two has no order.
+template <typename T>
+void sum_two(const T* other, int64_t begin, int64_t end, const Tiles& tiles) {
+  const auto own_scale = static_cast<T>(tiles.own_scale);
+  const auto scale = static_cast<T>(tiles.scale);
+  constexpr int64_t kItem = sizeof(T);
+  tiles.each(begin * kItem, end * kItem, [&](char* memory, int64_t at, int64_t nbytes) {
+    auto* __restrict mine = reinterpret_cast<T*>(memory);
+    const auto* __restrict more = other + at / kItem;
+    const int64_t n = nbytes / kItem;
+    for (int64_t i = 0; i < n; ++i) {
+      mine[i] = (mine[i] * own_scale + more[i]) * scale;
+    }
+  });
+}
+
+}  // namespace
+
 void sum_share(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
@@ -240,6 +262,12 @@ void sum_share(
     const Tiles* tiles) {
   with_type(bucket.type, [&](auto x) {
     using T = decltype(x);
+    if constexpr (std::is_floating_point_v<T>) {
+      if (ranks.size() == 2 && tiles != nullptr && tiles->has_own) {
+        sum_two(static_cast<const T*>(ranks[1 - own]), begin, end, *tiles);
+        return;
+      }
+    }
     alignas(kLine) T sum[kBlock];
     alignas(kLine) T mine[kBlock];
     const bool has_own = tiles != nullptr && tiles->has_own;
