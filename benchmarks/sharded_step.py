@@ -28,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ import minidp
 MIB = 2**20
 TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
 PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
+OVERLAPPED = "minidp, overlap_param_gather"
+SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
 LINK = Link(1.0)
 WARM_UP = 4
 LIMITS = {TORCH: 0.45, ZERO: 0.40}
@@ -76,10 +79,10 @@ def _plain(net: nn.Module) -> Made:
     return minidp.DataParallel(net), AdamW(net.parameters())
 
 
-def _sharded(net: nn.Module) -> Made:
-    model = minidp.DataParallel(net)
+def _sharded(net: nn.Module, *, overlaps: bool = False, **options: float) -> Made:
+    model = minidp.DataParallel(net, **options)
     optimizer = AdamW(net.parameters())
-    model.sharded_step(optimizer)
+    model.sharded_step(optimizer, overlap_param_gather=overlaps)
     return model, optimizer
 
 
@@ -88,10 +91,16 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     ZERO: _zero,
     PLAIN: _plain,
     SHARDED: _sharded,
+    OVERLAPPED: partial(_sharded, overlaps=True),
+    SMALL_TORCH: lambda net: (
+        DistributedDataParallel(net, bucket_cap_mb=4),
+        AdamW(net.parameters()),
+    ),
+    SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
-    "layers": tuple(EVERYONE),
-    "resnet50": tuple(EVERYONE),
+    "layers": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED),
+    "resnet50": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED),
     "gpt2": (TORCH, ZERO, SHARDED),  # four of them need more than 20 GiB
     "link": tuple(EVERYONE),
 }
