@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minidp import comm
-from minidp.core import Reducer, without_user_modes
+from minidp.core import Reducer, copy_each, without_user_modes
 from minidp.shared_memory import SharedBuffer
 
 from .awaited import LOCK, await_values, can_be_awaited, release
@@ -213,8 +213,7 @@ class Return:
         views, flat = self._room.own(stretch)
         params: list[Tensor] = [self._bucket.params[k] for k in stretch.slots]
         if params:
-            with torch.no_grad():
-                torch._foreach_copy_(views, params)
+            copy_each(views, params)
         return flat
 
     def let_wait(self, finish: Callable[[Return], None]) -> None:
@@ -239,9 +238,7 @@ class Return:
             if self.is_awaited:
                 self._write_where_used(values)
             else:
-                params: list[Tensor] = [*self._params]
-                with torch.no_grad():
-                    torch._foreach_copy_(params, values)
+                copy_each([*self._params], values)
 
     def _write_where_used(self, values: list[Tensor]) -> None:
         params = tuple(self._params)
@@ -252,7 +249,7 @@ class Return:
             # The step has counted this change already.
             _unsafe_preserve_version_counter(params),
         ):
-            torch._foreach_copy_(params, values)
+            copy_each([*params], values)
         release(params)
 
     def drop(self) -> None:
