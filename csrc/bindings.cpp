@@ -176,6 +176,8 @@ void bind_slots(py::module_& module) {
           py::arg("as_view"))
       .def("copy_now", &Slots::copy_now)
       .def("offer_tiles", &Slots::offer_tiles, py::arg("scale") = 1.0)
+      .def("divide", &Slots::divide)
+      .def("complete", &Slots::complete)
       .def("offer_share", &Slots::offer_share)
       .def("has_taken_share", &Slots::has_taken_share)
       .def_property_readonly("is_scaled", &Slots::is_scaled)
@@ -269,8 +271,13 @@ void bind_shared_memory(py::module_& module) {
           })
       .def(
           "advance",
-          [](SharedMemory& self, size_t bucket) { return self.advance(bucket); },
-          py::call_guard<py::gil_scoped_release>())
+          [](SharedMemory& self, size_t bucket, Slots* into) {
+            Tiles* tiles = into == nullptr ? nullptr : into->tiles();
+            py::gil_scoped_release no_gil;
+            return self.advance(bucket, tiles);
+          },
+          py::arg("bucket"),
+          py::arg("into") = py::none())
       .def(
           "wait",
           [](SharedMemory& self, size_t bucket, double seconds, Slots* into) {
@@ -281,6 +288,7 @@ void bind_shared_memory(py::module_& module) {
           py::arg("bucket"),
           py::arg("seconds"),
           py::arg("into") = py::none())
+      .def("is_done", &SharedMemory::is_done)
       .def("missing", &SharedMemory::missing)
       .def("given", &given_by, py::arg("bucket"), py::arg("rank"))
       .def("give", &SharedMemory::give)

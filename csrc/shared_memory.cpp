@@ -21,6 +21,7 @@
 #include <set>
 #include <stdexcept>
 #include <system_error>
+#include <type_traits>
 
 #include "adder.h"
 
@@ -231,6 +232,27 @@ void sum_in_given_order(
   });
 }
 
+namespace {
+
+// In one pass, which takes two thirds of the time: two ranks, one of which has its values in the
+// tiles. The sum of two has no order.
+template <typename T>
+void sum_two(const T* other, int64_t begin, int64_t end, const Tiles& tiles) {
+  const auto own_scale = static_cast<T>(tiles.own_scale);
+  const auto scale = static_cast<T>(tiles.scale);
+  constexpr int64_t kItem = sizeof(T);
+  tiles.each(begin * kItem, end * kItem, [&](char* memory, int64_t at, int64_t nbytes) {
+    auto* __restrict mine = reinterpret_cast<T*>(memory);
+    const auto* __restrict more = other + at / kItem;
+    const int64_t n = nbytes / kItem;
+    for (int64_t i = 0; i < n; ++i) {
+      mine[i] = (mine[i] * own_scale + more[i]) * scale;
+    }
+  });
+}
+
+}  // namespace
+
 void sum_share(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
@@ -240,12 +262,28 @@ void sum_share(
     const Tiles* tiles) {
   with_type(bucket.type, [&](auto x) {
     using T = decltype(x);
+    if constexpr (std::is_floating_point_v<T>) {
+      if (ranks.size() == 2 && tiles != nullptr && tiles->has_own) {
+        sum_two(static_cast<const T*>(ranks[1 - own]), begin, end, *tiles);
+        return;
+      }
+    }
     alignas(kLine) T sum[kBlock];
+    alignas(kLine) T mine[kBlock];
+    const bool has_own = tiles != nullptr && tiles->has_own;
     for (int64_t at = begin; at < end; at += kBlock) {
       const int64_t n = std::min(kBlock, end - at);
-      std::memcpy(sum, static_cast<const T*>(ranks[0]) + at, n * sizeof(T));
-      for (size_t rank = 1; rank < ranks.size(); ++rank) {
-        Adder<T>::add(sum, static_cast<const T*>(ranks[rank]) + at, n);
+      if (has_own) {
+        tiles->read(at * static_cast<int64_t>(sizeof(T)), mine, n * sizeof(T));
+      }
+      for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
+        const bool is_mine = has_own && rank == own;
+        const T* values = is_mine ? mine : static_cast<const T*>(ranks[rank]) + at;
+        if (rank == 0) {
+          std::memcpy(sum, values, n * sizeof(T));
+        } else {
+          Adder<T>::add(sum, values, n);
+        }
       }
       if (tiles != nullptr) {
         tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
@@ -517,7 +555,7 @@ bool SharedMemory::may_spin() const {
 }
 
 bool SharedMemory::is_done(size_t bucket) const {
-  if (!buckets_[bucket].bounds.empty()) {
+  if (!shape(bucket).bounds.empty()) {
     return summed_[bucket] == rounds_[bucket];
   }
   return counters(bucket).done.load(std::memory_order_acquire) == rounds_[bucket] * pieces_[bucket];

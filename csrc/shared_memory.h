@@ -78,7 +78,8 @@ void sum_in_given_order(
     const Tiles* tiles = nullptr);
 
 // Adds elements [begin, end) of all ranks, in the order of ranks, and writes the sums to rank
-// `own`, or to `tiles`, if given. Halves are rounded after each addition.
+// `own`, or to `tiles`, if given, which may also have the values of rank `own`. Halves are rounded
+// after each addition.
 void sum_share(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
@@ -115,6 +116,9 @@ class SharedMemory {
   // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
   // `advance` may touch them. This and what follows throws std::runtime_error in a forked child.
   void post(size_t bucket);
+
+  // Whether this rank's round is done; of a bucket with shares, whether its own share is summed.
+  bool is_done(size_t bucket) const;
 
   // Sums what can be summed now; whether the round is done. What this rank adds for itself goes to
   // `tiles`, if given.
@@ -157,7 +161,6 @@ class SharedMemory {
   template <typename CountsOf>
   std::vector<int> behind(size_t bucket, uint32_t wanted, const CountsOf& counts_of) const;
   bool sum_own(size_t bucket, Tiles* tiles);
-  bool is_done(size_t bucket) const;
   bool all_posted(size_t bucket) const;
   std::atomic<uint32_t>& core_of(int rank) const;
   bool may_spin() const;

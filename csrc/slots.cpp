@@ -96,7 +96,7 @@ bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
 }
 
 bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
-  if (at::GradMode::is_enabled()) {
+  if (at::GradMode::is_enabled() || (is_divided_ && is_own(k))) {
     return false;
   }
   const auto& place = places_.at(k);
@@ -117,8 +117,62 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   }
   if (as_view_) {
     point_at_view(k);
+  } else if (is_divided_) {
+    params_[k].mutable_grad().reset();
   }
   return true;
+}
+
+void Slots::divide(size_t first, size_t last) {
+  TORCH_CHECK(!as_view_ && first <= last && last <= params_.size(), "no share of these slots");
+  is_divided_ = true;
+  first_own_ = first;
+  last_own_ = last;
+}
+
+// Two gradients may lie in the same memory: of x + y, or views of one tensor. Then a sum that is
+// written to one of them would change what the other one brings.
+bool Slots::may_stay(
+    const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
+  if (!is_divided_ || first_own_ == last_own_ || at::GradMode::is_enabled()) {
+    return false;
+  }
+  const auto* buffer = static_cast<const char*>(values_.const_data_ptr());
+  for (size_t k = first_own_; k < last_own_; ++k) {
+    const bool is_usual = present[k] && grads[k].defined() && is_row(places_[k], grads[k], buffer);
+    if (!is_usual || grads[k].storage().use_count() != 1) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether all of them are still in .grad, and in memory of their own.
+bool Slots::have_stayed() const {
+  for (size_t k = 0; k < stayed_.size(); ++k) {
+    const auto& grad = grad_of(params_[first_own_ + k]);
+    if (!grad.is_same(stayed_[k]) || grad.storage().use_count() != 1) {
+      return false;
+    }
+  }
+  return !stayed_.empty();
+}
+
+void Slots::complete() {
+  if (stayed_.empty()) {
+    return;
+  }
+  auto* buffer = static_cast<char*>(values_.data_ptr());
+  Rows rows;
+  rows.reserve(stayed_.size());
+  for (size_t k = 0; k < stayed_.size(); ++k) {
+    const auto& place = places_[first_own_ + k];
+    rows.add(buffer + place.begin, stayed_[k].const_data_ptr(), place.numel);
+  }
+  rows.past_cache = past_cache_;
+  copy_rows(rows, values_.scalar_type(), stayed_scale_);
+  values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  stayed_.clear();
 }
 
 void Slots::point_at_view(size_t k) {
@@ -137,9 +191,11 @@ bool Slots::flatten(
   slots.reserve(grads.size());
   from.reserve(grads.size());
   size_t in_place = 0;
+  stayed_.clear();
+  const bool stays = may_stay(grads, present);
   for (size_t k = 0; k < grads.size(); ++k) {
     const auto& grad = grads[k];
-    if (!present[k]) {
+    if (!present[k] || (stays && is_own(k))) {
       continue;
     }
     if (as_view_ && grad.is_same(views_[k])) {
@@ -161,7 +217,12 @@ bool Slots::flatten(
   if (in_place != 0) {
     return false;  // some to multiply, some to divide
   }
-  copy_in(slots, from, 1.0 / static_cast<double>(divisor));
+  const double scale = 1.0 / static_cast<double>(divisor);
+  copy_in(slots, from, scale);
+  if (stays) {
+    stayed_.assign(grads.begin() + first_own_, grads.begin() + last_own_);
+    stayed_scale_ = scale;
+  }
   return true;
 }
 
@@ -260,6 +321,10 @@ bool Slots::offer_tiles(double scale) {
 
 bool Slots::offer_share(size_t first, size_t last, double scale) {
   forget_tiles();
+  const bool has_own = have_stayed() && !at::GradMode::is_enabled();
+  if (!has_own) {
+    complete();
+  }
   if (as_view_ || at::GradMode::is_enabled() || first >= last) {
     return false;
   }
@@ -269,16 +334,20 @@ bool Slots::offer_share(size_t first, size_t last, double scale) {
   for (size_t k = first; k < last; ++k) {
     const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !is_row(places_[k], grad, buffer) || places_[k].begin != begin) {
-      tiled_.clear();
+      complete();
+      forget_tiles();
       return false;
     }
     tiled_.push_back(grad);  // another thread may set .grad meanwhile
     tiles_.add(grad.data_ptr(), begin);
     begin += places_[k].numel * static_cast<int64_t>(values_.element_size());
   }
-  tiles_.past_cache = past_cache_;
+  tiles_.past_cache = past_cache_ && !has_own;  // what was just read is in the cache
   tiles_.type = values_.scalar_type();
   tiles_.scale = scale;
+  tiles_.has_own = has_own;
+  tiles_.own_scale = stayed_scale_;
+  stayed_.clear();
   return true;
 }
 

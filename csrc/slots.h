@@ -49,6 +49,15 @@ class Slots {
   // `arrived` is what was flattened.
   bool unflatten(const std::vector<at::Tensor>& arrived, double scale);
 
+  // Divided steps, before any gradient comes: the slots [first, last) are this rank's share of a
+  // buffer in shared memory. Nobody else reads its gradients there, so `flatten` leaves them in
+  // .grad, if nobody else has their memory, and `offer_share` adds them up from there. The others
+  // are what other ranks need: `copy_now` copies each one, and lets go of it at once, so that the
+  // next gradient gets its memory, which the cache still has.
+  void divide(size_t first, size_t last);
+  // Brings to the buffer what `flatten` has left in .grad.
+  void complete();
+
   // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
   bool offer_tiles(double scale);
@@ -84,6 +93,11 @@ class Slots {
   bool unflatten_rows(double scale);
   bool unflatten_tiles(double scale);
   bool lies_in_buffer(const at::Tensor& grad) const;
+  bool is_own(size_t k) const {
+    return first_own_ <= k && k < last_own_;
+  }
+  bool may_stay(const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const;
+  bool have_stayed() const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
   void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
@@ -103,6 +117,11 @@ class Slots {
   size_t first_tiled_ = 0;         // the slot of the first one
   bool as_view_;
   bool past_cache_;
+  bool is_divided_ = false;
+  size_t first_own_ = 0;
+  size_t last_own_ = 0;
+  std::vector<at::Tensor> stayed_;  // the gradients of the share that the buffer does not have
+  double stayed_scale_ = 1;         // by which they are to be multiplied
 };
 
 }  // namespace minidp

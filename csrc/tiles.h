@@ -19,12 +19,17 @@ class Tiles {
   at::ScalarType type = at::kFloat;
   double scale = 1;  // the sums are multiplied by it
   bool past_cache = false;
+  // Whether the values that this rank brings to the sums lie here, too, and not in its buffer. They
+  // have to be multiplied by `own_scale` first.
+  bool has_own = false;
+  double own_scale = 1;
   std::vector<std::pair<int64_t, int64_t>> written;  // from and to, as `write` was called
 
   void clear() {
     memory_.clear();
     begins_.clear();
     written.clear();
+    has_own = false;
   }
 
   // The next stretch, at `begin`.
@@ -48,6 +53,15 @@ class Tiles {
       } else {
         std::memcpy(to, source + at, size);
       }
+    });
+  }
+
+  // This rank's own values, which lie here until `write` puts sums in their place.
+  void read(int64_t begin, void* to, int64_t nbytes) const {
+    auto* target = static_cast<char*>(to) - begin;
+    const auto item = static_cast<int64_t>(c10::elementSize(type));
+    each(begin, begin + nbytes, [&](const char* from, int64_t at, int64_t size) {
+      copy_row(target + at, from, size / item, type, own_scale, /*past_cache=*/false);
     });
   }
 

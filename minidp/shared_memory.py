@@ -138,6 +138,7 @@ class SharedBuffer:
         num_rows: How many rows this rank brings.
         group: The process group of these ranks.
         ends: Watches the processes of the other ranks.
+        has_shares: Whether a rank gets the sums of its share only.
     """
 
     def __init__(
@@ -147,8 +148,11 @@ class SharedBuffer:
         num_rows: int,
         group: ProcessGroup,
         ends: ProcessEnds,
+        *,
+        has_shares: bool = False,
     ) -> None:
         self._memory, self._k, self._group, self._ends = memory, k, group, ends
+        self._has_shares = has_shares
         self.values: Tensor = memory.buffer(k)  # 1-D, real
         # The rows beside it, of the same shape. Like it, nobody may touch them between
         # `all_reduce` and the end of its work.
@@ -232,19 +236,20 @@ class SharedBuffer:
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum for at most so long, and return whether the sum is complete.
 
-        With 0 seconds it only sums what can be summed now. Otherwise what this call
-        sums goes to `into`, if that is set, in place of this rank's `values`.
+        With 0 seconds it only sums what can be summed now; of a buffer with shares
+        nothing, because nobody else waits for the sums of this rank. Otherwise what
+        this call sums goes to `into`, if that is set, in place of this rank's `values`.
 
         Raises:
             RuntimeError: The process of a rank has ended for which this one waits.
         """
         memory, k = self._memory, self._k
         if not seconds:
-            return bool(memory.advance(k))
+            return bool(memory.is_done(k) if self._has_shares else memory.advance(k))
         if memory.wait(k, seconds, self.into):
             return True
         ended = self._ends.ranks()
-        if ended and memory.advance(k):  # the last act of such a process
+        if ended and memory.advance(k, self.into):  # the last act of such a process
             return True
         missing = set(memory.missing(k))
         lost = ended & missing if missing else ended  # it ended while it summed
@@ -394,9 +399,17 @@ def share(
             answers = gather_integers([obstacle], group, device)
             refusals = [answer for (answer,) in answers]
     if not any(refusals):
-        orders = [shape.order for shape in shapes]
-        rows = [1 if each is None else each.counts[group.rank()] for each in orders]
-        return [SharedBuffer(memory, k, n, group, ends) for k, n in enumerate(rows)]
+        return [
+            SharedBuffer(
+                memory,
+                k,
+                1 if shape.order is None else shape.order.counts[group.rank()],
+                group,
+                ends,
+                has_shares=bool(shape.bounds),
+            )
+            for k, shape in enumerate(shapes)
+        ]
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
     return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)
 

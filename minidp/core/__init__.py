@@ -60,7 +60,7 @@ from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals
 from .item_numbers import is_known, weighted
-from .kernels import add_natively
+from .kernels import add_natively, copy_each
 from .ledger import Ledger
 from .modes import EveryParameter, mode_for
 from .observer import Observer, Observers, RecorderObserver
@@ -99,6 +99,7 @@ __all__ += [
     "add_natively",
     "any_reached",
     "copied_outputs",
+    "copy_each",
     "current_task",
     "decode_layout",
     "empty_sparse",

@@ -199,6 +199,13 @@ class Bucket(ABC):
             done = partial(self.observers.on_bucket_event, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
 
+    def complete(self) -> None:  # noqa: B027 -- the usual buckets are
+        """Bring to the payload of a full bucket what is not there yet.
+
+        Buckets of a feature may leave some gradients where they are, until they need
+        them.
+        """
+
     def on_stream(self) -> AbstractContextManager[object]:
         """Return a context on the stream that has filled the payload, if any."""
         return (

@@ -216,6 +216,7 @@ class BucketQueue:
         bucket.copy_out(untouched_slots)
 
     def _check_finite(self, bucket: Bucket, when: str) -> None:
+        bucket.complete()
         parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
         rank, step = self.communicator.rank, self.ledger.finalized
         refuse_nonfinite(bucket.payload, parts, rank, step, when)

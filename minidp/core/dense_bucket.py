@@ -192,6 +192,7 @@ class DenseBucket(Bucket):
         if not (native and native.flatten(entries, factors.pre)):
             self._copy_in_python(tuple(entries), factors.pre, undecided)
         if factors.post != 1:
+            self.complete()
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}

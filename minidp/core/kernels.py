@@ -8,6 +8,7 @@ the last bit if the divisor is no power of two. The native kernels give the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -202,6 +203,20 @@ def add_natively(left: Tensors, right: Tensors, to: Tensors | None = None) -> bo
     if library is None:
         return False
     return bool(library.add(left if to is None else to, left, right))
+
+
+def copy_each(to: list[Tensor], values: list[Tensor]) -> None:
+    """Copy ``values[k]`` to ``to[k]``, by the extension if it can, without a history.
+
+    Each pair has one shape. The extension writes past the cache what does not fit there.
+    """
+    extension = extension_for(to)
+    if extension is not None:
+        with suppress(ValueError):  # another dtype or layout: torch converts it
+            extension.unflatten(to, values)
+            return
+    with torch.no_grad():
+        torch._foreach_copy_(to, values)
 
 
 # -- the native extension --------------------------------------------------------------

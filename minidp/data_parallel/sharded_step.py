@@ -17,7 +17,6 @@ from minidp.errors import ShardedStepError, explain, shortened
 from minidp.replica import verify
 from minidp.sharded import (
     OptimizerShare,
-    Owners,
     ShardedStep,
     Shares,
     balanced,
@@ -224,7 +223,7 @@ def _let_gradients_move(ddp: DataParallel, shares: Shares) -> None:
     handle = ddp.register_forward_hook(moved)
 
 
-def clip_grad_norm_(  # noqa: D417 -- self: a method
+def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch's
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,

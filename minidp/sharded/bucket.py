@@ -77,6 +77,14 @@ class ShardedBucket(DenseBucket):
         self._stretch = self.stretches()[self.communicator.rank]
         self.own = self._stretch.slots
         self.foreign = [k for k in range(len(self.params)) if k not in self.own]
+        # Whether the extension leaves own gradients in ``.grad`` until they are summed,
+        # and frees each one of others as soon as it is in shared memory.
+        self._is_divided = (
+            self.native is not None and self.shared is not None and not self._as_view
+        )
+        if self._is_divided and self.native is not None:
+            self.native.divide(self.own.start, self.own.stop)
+            self.copied_by_hook = self.foreign
 
     def stretches(self, stepper: int | None = None) -> list[Stretch]:
         """Return what each rank owns, of one optimizer or of all (`Owners`)."""
@@ -91,6 +99,17 @@ class ShardedBucket(DenseBucket):
         if takes and native is not None:
             takes = native.offer_share(own.start, own.stop, self.scale)
         shared.into = native if takes else None
+
+    def complete(self) -> None:
+        """Bring own gradients to the buffer, too."""
+        if self.native is not None:
+            self.native.complete()
+
+    def wait(self, doing: str) -> None:
+        """Wait for the sums of this rank's share; see `Bucket`."""
+        if self.shared is not None and self.shared.into is None:
+            self.complete()
+        super().wait(doing)
 
     def _averaged_part(self) -> Tensor:
         # Other ranks may still read the rest from shared memory.

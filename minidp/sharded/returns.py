@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minidp import comm
-from minidp.core import Reducer, traced, without_user_modes
+from minidp.core import Reducer, copy_each, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
@@ -162,7 +162,6 @@ class Return:
     @traced("send values", before=Moment.VALUES_STARTED, after=Moment.VALUES_SENT)
     def _start(self) -> None:
         bucket, communicator = self._bucket, self._communicator
-        number = bucket.plan.number
         if bucket.shared is not None:
             self._give(bucket, bucket.shared)
         elif communicator.size > 1:
@@ -221,8 +220,7 @@ class Return:
         views, flat = self._room.own(stretch)
         params: list[Tensor] = [self._bucket.params[k] for k in stretch.slots]
         if params:
-            with torch.no_grad():
-                torch._foreach_copy_(views, params)
+            copy_each(views, params)
         return flat
 
     def let_wait(self, finish: Callable[[Return], None]) -> None:
@@ -248,9 +246,7 @@ class Return:
             if self.is_awaited:
                 self._write_where_used(values)
             else:
-                params: list[Tensor] = [*self._params]
-                with torch.no_grad():
-                    torch._foreach_copy_(params, values)
+                copy_each([*self._params], values)
 
     def _write_where_used(self, values: list[Tensor]) -> None:
         params = tuple(self._params)
@@ -261,7 +257,7 @@ class Return:
             # The step has counted this change already.
             _unsafe_preserve_version_counter(params),
         ):
-            torch._foreach_copy_(params, values)
+            copy_each([*params], values)
         release(params)
 
     def drop(self) -> None:

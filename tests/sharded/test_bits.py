@@ -289,16 +289,15 @@ def test_the_next_backward_waits_for_sums_of_others(ctx):
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @on_ranks(2, 3, 4)
-def test_messages_in_pieces_have_the_same_bits(ctx, monkeypatch, options, overlaps):
-    monkeypatch.setenv("MINIDP_SHARED_MEMORY", "0")
+def test_messages_in_pieces_have_the_same_bits(ctx, options, overlaps):
+    how, more = {"to_none": False}, {"overlap_param_gather": overlaps}
     found = []
     for nbytes in (2**20, 40):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", nbytes)
-        monkeypatch.setattr(returns, "CHUNK_BYTES", 4 * nbytes)
-        how = {"to_none": False}
-        found.append(
-            train(ctx, True, "adamw", options, how, overlap_param_gather=overlaps)[0]
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MINIDP_SHARED_MEMORY", "0")
+            patch.setattr(pieces, "PIECE_BYTES", nbytes)
+            patch.setattr(returns, "CHUNK_BYTES", 4 * nbytes)
+            found.append(train(ctx, True, "adamw", options, how, **more)[0])
     assert same(found[0], found[1])
     return found[1]
 

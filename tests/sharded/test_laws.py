@@ -45,6 +45,7 @@ class Case:
     settings: tuple[tuple[str, Any], ...]
     steps: tuple[Step, ...]
     scale: float | None = None  # of a GradScaler
+    overlaps: bool = False  # overlap_param_gather
 
 
 def optimizers_of(case: Case, params: list[Any]) -> list[Any]:
@@ -68,7 +69,11 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale or 1.0)
     scales = case.scale is not None
     if is_ours:
-        ddp.sharded_step(*optimizers, grad_scaler=scaler if scales else None)
+        ddp.sharded_step(
+            *optimizers,
+            grad_scaler=scaler if scales else None,
+            overlap_param_gather=case.overlaps,
+        )
     seen: list[torch.Tensor] = []
 
     def forward(number: int, mask: Mask) -> Any:
@@ -228,6 +233,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(chosen.items()),
         tuple(steps),
         scale,
+        overlaps=draw(flag),
     )
 
 
