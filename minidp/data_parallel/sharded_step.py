@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from minidp.replica import verify
 from minidp.sharded import (
     Owners,
     ShardedStep,
-    Shares,
     balanced,
     check_copy,
     check_mark,
@@ -144,15 +144,16 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
         rebuilds = ddp._reducer.rebuild_policy.is_due
         sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
         if rebuilds and ddp.gradient_as_bucket_view:
-            _let_gradients_move(ddp, sharded.shares)
+            _let_gradients_move(ddp, sharded)
 
 
-def _let_gradients_move(ddp: DataParallel, shares: Shares) -> None:
+def _let_gradients_move(ddp: DataParallel, sharded: ShardedStep) -> None:
     """Let this forward move averages to new buckets, which is no change of theirs."""
-    moving = shares.unchanged()
+    until_then = ExitStack()
+    until_then.enter_context(sharded.moving())
 
     def moved(*_: object) -> None:
-        shares.restamp(moving)
+        until_then.close()
         handle.remove()
 
     handle = ddp.register_forward_hook(moved)

@@ -11,13 +11,11 @@ loaded).
 from .checkpoint import check_copy, check_mark, keep_own, whole_state
 from .known import check as check_optimizers
 from .owners import Owners, balanced
-from .shares import Shares
 from .step import ShardedStep, is_divided
 
 __all__ = [
     "Owners",
     "ShardedStep",
-    "Shares",
     "balanced",
     "check_copy",
     "check_mark",
