@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from minidp.replica import verify
 from minidp.sharded import (
     OptimizerShare,
     ShardedStep,
-    Shares,
     balanced,
     check_copy,
     check_mark,
@@ -30,6 +30,8 @@ from minidp.sharded import (
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
+
+_COMPARING = "comparing what the ranks pass to sharded_step"
 
 
 def sharded_step(  # noqa: D417 -- self: a method
@@ -95,7 +97,8 @@ def sharded_step(  # noqa: D417 -- self: a method
             check_mark(optimizer.param_groups, owners, reducer.rank)
             check_copy(optimizer, owners, reducer.rank)
     except Exception as error:
-        verify.verify(error, group, device)
+        with reducer.communicator.blocking(_COMPARING):
+            verify.verify(error, group, device)
         raise
     texts = {
         f"optimizer {number}": type(each).__name__
@@ -106,7 +109,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
     texts["option overlap_param_gather"] = str(overlap_param_gather)
-    verify.verify(texts, group, device)
+    with reducer.communicator.blocking(_COMPARING):
+        verify.verify(texts, group, device)
     self._sharded = ShardedStep(
         reducer,
         optimizers,
@@ -203,7 +207,7 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
             sharded.bring_rest()
         sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
         if rebuilds and ddp.gradient_as_bucket_view:
-            _let_gradients_move(ddp, sharded.shares)
+            _let_gradients_move(ddp, sharded)
 
 
 def _has_script(ddp: DataParallel) -> bool:
@@ -212,12 +216,13 @@ def _has_script(ddp: DataParallel) -> bool:
     return any(is_script)
 
 
-def _let_gradients_move(ddp: DataParallel, shares: Shares) -> None:
+def _let_gradients_move(ddp: DataParallel, sharded: ShardedStep) -> None:
     """Let this forward move averages to new buckets, which is no change of theirs."""
-    moving = shares.unchanged()
+    until_then = ExitStack()
+    until_then.enter_context(sharded.moving())
 
     def moved(*_: object) -> None:
-        shares.restamp(moving)
+        until_then.close()
         handle.remove()
 
     handle = ddp.register_forward_hook(moved)
@@ -227,8 +232,8 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 -- as torch's
+    foreach: bool | None = None,  # noqa: FBT001
 ) -> Tensor:
     """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
 

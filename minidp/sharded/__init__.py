@@ -14,14 +14,12 @@ from .checkpoint import check_copy, check_mark, keep_own, whole_state
 from .distributed_checkpoint import OptimizerShare
 from .known import check as check_optimizers
 from .owners import Owners, balanced
-from .shares import Shares
 from .step import ShardedStep, is_divided
 
 __all__ = [
     "OptimizerShare",
     "Owners",
     "ShardedStep",
-    "Shares",
     "balanced",
     "check_copy",
     "check_mark",

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -424,9 +424,19 @@ class ShardedStep(Observer):
                 cannot calculate it.
         """
         self._refuse_unfinished("Gradients are clipped")
-        hides = nullcontext() if self._overflows is None else self._overflows.hidden()
-        with hides:
+        with self._only_real_grads():
             return self._clip(max_norm, norm_type, raises=error_if_nonfinite)
+
+    def _only_real_grads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._overflows is None else self._overflows.hidden()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Let averages move to new buckets inside the block."""
+        with self._only_real_grads():
+            unchanged = self.shares.unchanged()
+            yield
+            self.shares.restamp(unchanged)
 
     def _clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
         foreign = self._with_grads(chain.from_iterable(self._foreign_of))
