@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidp import DataParallel
 from minidp.errors import ShardedStepError
@@ -226,7 +227,11 @@ def test_a_training_goes_on_while_its_checkpoint_is_written(ctx, tmp_path, name)
     state = state_of(ddp, optimizer)
     group = torch.distributed.new_group([0, 1], use_local_synchronization=True)
     future = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    kept = {k: v for k, v in state["optimizer"].state_dict().items() if k != "state"}
+    before = copy.deepcopy(kept)
     end = train(ddp, optimizer, range(3, 6))
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert same(kept, before)
     future.result(timeout=20)
     again = made(ctx, name)
     load(*again, folder)
@@ -271,6 +276,14 @@ def test_what_a_checkpoint_lacks_dcp_names(ctx, tmp_path):
         CheckpointException, match=r"Missing key .*: optimizer\.state\.first"
     ):
         load(*made(ctx, "adamw"), folder)
+
+
+@on_ranks(2)
+def test_torchs_own_functions_do_not_take_a_share_for_all_of_it(ctx):
+    ddp, optimizer = made(ctx, "adamw")
+    train(ddp, optimizer, range(2))
+    with pytest.raises(KeyError, match="minidp_share"):
+        get_optimizer_state_dict(ddp.module, optimizer)
 
 
 @on_ranks(2)
