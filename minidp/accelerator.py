@@ -248,10 +248,11 @@ class HomeStreams:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [each for each in devices if has_streams(each)]
         self._streams: dict[torch.device, torch.Stream] = {}
+        self.are_several = len(self._devices) > 1
 
     def note(self) -> None:
         """Note the streams that are current now, at the end of a forward."""
-        if len(self._devices) > 1:
+        if self.are_several:
             self._streams = {each: current_stream(each) for each in self._devices}
 
     def add_to(self, buckets: Iterable[BucketStreams | None]) -> None:

@@ -33,6 +33,7 @@ from .collectives import (
     start_exchange,
     start_gathering,
     start_scatter,
+    start_sharing,
     wait_for_message,
 )
 from .communicator import (
@@ -137,6 +138,7 @@ __all__ = [
     "start_exchange",
     "start_gathering",
     "start_scatter",
+    "start_sharing",
     "then",
     "wait_for",
     "wait_for_message",

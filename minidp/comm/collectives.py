@@ -272,6 +272,33 @@ def start_scatter(
         return arrived, GatheredParts(flat, start, group, arrived)
 
 
+def start_sharing(
+    own: torch.Tensor, widths: Sequence[int], group: ProcessGroup
+) -> tuple[list[torch.Tensor], Work]:
+    """Start to send a tensor to all other ranks, and to get one from each of them.
+
+    All ranks of the group must call it, in the same order. The group has an all-to-all.
+
+    Args:
+        own: A tensor of one dimension. Nobody may write to it before the work is done.
+        widths: How many elements each rank sends, by rank. They are the same on all
+            ranks, and may be 0.
+        group: The process group.
+
+    Returns:
+        A tensor for each rank, with the elements that it sends, and none for this rank,
+        which are valid once the work has been waited for; and that work.
+    """
+    ranks, rank = len(widths), group.rank()
+    to_send, to_get = [widths[rank]] * ranks, list(widths)
+    to_send[rank] = to_get[rank] = 0
+    arrived = own.new_empty(sum(to_get))
+    sent = own if ranks == 2 else own.repeat(ranks - 1)
+    options = dist.AllToAllOptions()
+    work = group.alltoall_base(arrived, sent, to_get, to_send, options)
+    return list(arrived.split(to_get)), work
+
+
 class GatheredParts:
     """What `start_scatter` starts in a group without all-to-all, as a work.
 

@@ -200,12 +200,9 @@ class DenseBucket(Bucket):
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
     ) -> None:
         views, grads, in_place = self._classify(entries, undecided)
-        has_history = any(grad.requires_grad for grad in grads) or any(
-            self.views[k].requires_grad for k in in_place
-        )
         if not self._copy_plan.may_fit(views, grads):
             self._check_fit(views, grads)
-        if torch.is_grad_enabled() and has_history:
+        if torch.is_grad_enabled() and self._have_history(grads, in_place):
             # create_graph=True: scaled copies with a history stay outside the buffer.
             for k, grad in enumerate(entries):
                 if isinstance(grad, Tensor):
@@ -219,6 +216,11 @@ class DenseBucket(Bucket):
             raise
         for slots in kernels.neighbours(in_place):
             kernels.divide(self._values_of(slots), divisor)
+
+    def _have_history(self, grads: Sequence[Tensor], in_place: Slots) -> bool:
+        return any(grad.requires_grad for grad in grads) or any(
+            self.views[k].requires_grad for k in in_place
+        )
 
     def _values_of(self, slots: range) -> Tensor:
         """Return the part of the buffer in which these slots lie, which are neighbours.

@@ -159,7 +159,8 @@ class Reducer:
         call it together, because they exchange what their forwards have reached.
         """
         self.phase.enter(Phase.ARMED)
-        self.home.note()
+        if self.home.are_several:
+            self.home.note()
         self.queue.grad_store.note_forward()
         self.mode.saw_outputs(output, self.hooks.nodes)
         if self.mode.shares_reach:
@@ -293,7 +294,8 @@ class Reducer:
         # Not in two steps: hooks on other threads read entries without the lock.
         self.pending.open(usual, special, queue.averaging.factors.pre)
         # A hook on another device may flatten a bucket.
-        self.home.add_to(bucket.streams for bucket in queue.buckets)
+        if self.home.are_several:
+            self.home.add_to(bucket.streams for bucket in queue.buckets)
         for i in mode.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidp.accelerator import to_host
+from minidp.accelerator import NO_CONTEXT, to_host
 from minidp.core import GradStore, Reducer, is_rpc_up
 from minidp.errors import GradientError, explain
 
@@ -140,7 +140,7 @@ class RpcStore(GradStore):
             GradientError: At the end of the block, if an average was written for a
                 parameter that has no gradient in the context. Python cannot add one.
         """
-        return self._as_grads(params) if self.is_external else super().as_grads(params)
+        return self._as_grads(params) if self.is_external else NO_CONTEXT
 
     @contextmanager
     def _as_grads(self, params: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -238,6 +238,11 @@ class Replication:
         if self.check is not None:
             self.check.put_off()
 
+    @property
+    def may_compare(self) -> bool:
+        """Whether `compare_if_due` has anything to do, or to look at."""
+        return self._is_new or self.check is not None
+
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
         """Take a checksum of this replica if a comparison is due.
 

@@ -37,6 +37,7 @@ def sharded_step(  # noqa: D417 -- self: a method
     per_parameter: bool = False,
     allow_changes: bool = False,
     grad_scaler: GradScaler | None = None,
+    overlap_param_gather: bool = False,
 ) -> None:
     """Let each rank step its share of the parameters, and keep that share of the state.
 
@@ -62,6 +63,15 @@ def sharded_step(  # noqa: D417 -- self: a method
             parameter by itself (``clip_grad_value_``), and wrong for a norm.
         grad_scaler: The ``torch.amp.GradScaler`` of the script, if it has one. All
             ranks then skip a step if one of them has to.
+        overlap_param_gather: Let ``optimizer.step()`` return while new values of other
+            ranks' shares are still on their way, so that the next forward hides that:
+            a parameter waits for its value when torch uses it. What it cannot see are
+            reads of which torch does not tell: ``torch.tensor(param)``, a collective
+            called on the process group itself, transforms of ``torch.func`` of the
+            parameter itself, and C++ code that gets a parameter of another module.
+            The step waits, as it does without this option, for parameters whose memory
+            another tensor shares, and for all if something is compiled in this process
+            (``torch.compile``, TorchScript).
 
     Raises:
         TypeError: An optimizer cannot be divided.
@@ -95,9 +105,15 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts |= {f"optimizer of {n}": str(s) for n, s in zip(names, steppers, strict=True)}
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
+    texts["option overlap_param_gather"] = str(overlap_param_gather)
     verify.verify(texts, group, device)
     self._sharded = ShardedStep(
-        reducer, optimizers, owners, allow_changes=allow_changes, scales=scales
+        reducer,
+        optimizers,
+        owners,
+        allow_changes=allow_changes,
+        scales=scales,
+        awaits_values=overlap_param_gather and not _has_script(self),
     )
     self.register_forward_pre_hook(_before_forward)
     for optimizer in optimizers:
@@ -183,8 +199,16 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
     sharded = ddp._sharded  # a copy of the wrapper has none
     if sharded is not None and torch.is_grad_enabled():
         rebuilds = ddp._reducer.rebuild_policy.is_due
+        if rebuilds:  # it gives up the memory through which values come
+            sharded.bring_rest()
         if rebuilds or ddp.will_sync_module_buffers():
             sharded.goes_on()
+
+
+def _has_script(ddp: DataParallel) -> bool:
+    # TorchScript reads parameters without calling anything of Python.
+    is_script = [isinstance(m, torch.jit.ScriptModule) for m in ddp.module.modules()]
+    return any(is_script)
 
 
 def _refuse_empty_shares(owners: Owners) -> None:

@@ -330,7 +330,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         return inputs, kwargs
 
     def _before_module(self) -> None:
-        with_grad, module = torch.is_grad_enabled(), self.module
+        with_grad = torch.is_grad_enabled()
+        module: nn.Module = vars(self)["_modules"]["module"]  # Module's getattr: slow
         if with_grad:
             self._reducer.queue.observers.on_step_event(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(module)
@@ -342,9 +343,13 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             broadcasts = False  # the loop does it, so that anybody may evaluate alone
             rebuilds = rebuilds and not self._logical.has_reduced  # see `begins`
         reduces = with_grad and self.require_backward_grad_sync
+        joins = self._join_config.enable
+        compares = reduces and not joins and self._replication.may_compare
         root = 0  # the rank whose module buffers are broadcast
+        if not (joins or rebuilds or broadcasts or compares):
+            return
         with failing(self._reducer, only_with_group=True):
-            if self._join_config.enable:
+            if joins:
                 root = announce(
                     self, rebuilds=rebuilds, broadcasts=broadcasts, reduces=reduces
                 )
@@ -352,7 +357,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 self._reducer.rebuild_if_due()
             if broadcasts:
                 self._replication.broadcast_buffers(module, root)
-            if reduces and not self._join_config.enable:
+            if compares:
                 self._replication.compare_if_due(module, with_buffers=broadcasts)
 
     def _adopt_planted_optimizers(self) -> None:

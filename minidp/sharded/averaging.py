@@ -9,6 +9,7 @@ ranks these are the bits of an all-reduce, because a + b is b + a.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import BufferShape, SharedBuffer
 
 from .owners import Owners
+from .pieces import Piece, Pieces, cut
 
 
 class ShardedAveraging(Averaging):
@@ -82,7 +84,7 @@ class ShardedAveraging(Averaging):
             return super().reduce(plan, payload, shared)
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
         widths = [width * reals for width in self._widths[plan.number]]
-        return ShareSum(payload, widths, self._communicator.group)
+        return share_sum(payload, widths, self._communicator.group)
 
     def share(self, layout: Layout, *args: Any, **options: Any) -> list[SharedBuffer]:
         """Note what each rank gets of the buckets of a new layout; see `Averaging`."""
@@ -110,8 +112,10 @@ class ShardedAveraging(Averaging):
         )
 
 
-class ShareSum:
-    """The sum of this rank's stretch of a bucket, as a work.
+def share_sum(
+    payload: Tensor, widths: Sequence[int], group: comm.ProcessGroup
+) -> Pieces:
+    """Start to add up this rank's stretch of a bucket over all ranks.
 
     Args:
         payload: The bucket, of one dimension and real. Its stretch of this rank gets
@@ -119,38 +123,26 @@ class ShareSum:
         widths: How many elements each rank owns of it.
         group: The process group.
     """
+    starts = [sum(widths[:rank]) for rank in range(len(widths))]
+    ranges = cut(widths, payload.element_size())
+    pieces = []
+    for parts in ranges:
+        sent = payload
+        if len(ranges) > 1:
+            both = zip(starts, parts, strict=True)
+            of_ranks = [payload[s + p.start : s + p.stop] for s, p in both]
+            sent = torch.cat(of_ranks)
+        arrived, work = comm.start_scatter(
+            sent, [part.stop - part.start for part in parts], group
+        )
+        start, part = starts[group.rank()], parts[group.rank()]
+        mine = payload[start + part.start : start + part.stop]
+        pieces.append(Piece(work, partial(_add_up, arrived, mine), sent))
+    return Pieces(pieces, group)
 
-    def __init__(
-        self, payload: Tensor, widths: Sequence[int], group: comm.ProcessGroup
-    ) -> None:
-        rank = group.rank()
-        self._mine = payload.narrow(0, sum(widths[:rank]), widths[rank])
-        self._arrived, self._work = comm.start_scatter(payload, widths, group)
-        self._is_done = False
-        self.can_time_out = not comm.is_python_group(group)
-        self.get_future: Any = self._work.get_future
 
-    def is_completed(self) -> bool:
-        """Return whether the gradients have come."""
-        return self._is_done or self._work.is_completed()
-
-    def is_done_within(self, seconds: float) -> bool:
-        """Wait at most so long, and return whether they have come, or failed."""
-        return self._is_done or comm.is_done_within(self._work, seconds)
-
-    def wait(self) -> None:
-        """Wait for the gradients of all ranks, and add them up.
-
-        Raises:
-            RuntimeError: The message has failed.
-        """
-        if self._is_done:
-            return
-        self._work.wait()
-        with torch.no_grad():
-            first, *others = self._arrived.unbind()
-            for each in others:
-                first.add_(each)
-            self._mine.copy_(first)
-        self._is_done = True
-        del self._arrived
+def _add_up(arrived: Tensor, mine: Tensor) -> None:
+    first, *others = arrived.unbind()
+    for each in others:
+        first.add_(each)
+    mine.copy_(first)

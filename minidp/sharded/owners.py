@@ -33,6 +33,21 @@ class Stretch(NamedTuple):
         """How many elements there are."""
         return self.stop - self.start
 
+    def chunks(self, plan: BucketPlan, limit: int) -> list[Stretch]:
+        """Divide the stretch between slots; the last slots come first.
+
+        Args:
+            plan: The bucket.
+            limit: A chunk ends when it has so many elements, or more.
+        """
+        found, stop, last = [], self.stop, self.slots.stop
+        for k in reversed(self.slots):
+            start = plan.slots[k].offset
+            if stop - start >= limit or k == self.slots.start:
+                found.append(Stretch(range(k, last), start, stop))
+                stop, last = start, k
+        return found
+
 
 @dataclass(frozen=True)
 class Owners:

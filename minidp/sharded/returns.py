@@ -3,23 +3,32 @@
 Each owner sends its stretch of each bucket, which the others write to their parameters.
 In between the values lie in the bucket's buffer, whose gradients nobody needs any more.
 The buckets go in the order in which the next forward needs their parameters: the last
-one first.
+one first. Either the step waits for all of them, or each parameter for its own bucket
+when it is used (`awaited`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import zip_longest
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minidp import comm
-from minidp.core import Reducer, traced
+from minidp.core import Reducer, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
-from .bucket import ShardedBucket
+from .awaited import LOCK, await_values, can_be_awaited, release
+from .bucket import Room, ShardedBucket
 from .owners import Stretch
+from .pieces import Piece, Pieces, cut
+
+CHUNK_BYTES = 4 * 2**20  # of one rank's parameters, at least, that come together
 
 _DOING = "waiting for the new values of parameters"
 
@@ -29,16 +38,19 @@ class Returns:
 
     Args:
         reducer: The reducer, which holds this object.
+        are_awaited: Whether parameters wait for their values when they are used.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, *, are_awaited: bool = False) -> None:
         self._reducer = reducer
+        self._are_awaited = are_awaited
         self._open: list[Return] = []
 
     def start(self, stepper: int | None) -> None:
         """Start to send what this rank owns, and to get what the others own.
 
-        All ranks must call it together.
+        All ranks must call it together, when no values of this optimizer are on their
+        way any more.
 
         Args:
             stepper: The number of the optimizer whose parameters are meant; None for
@@ -48,17 +60,71 @@ class Returns:
             assert isinstance(bucket, ShardedBucket)
             stretches = bucket.stretches(stepper)
             if any(each.numel for each in stretches):
-                self._open.append(Return(bucket, stretches))
+                self._open += _returns_of(bucket, stretches, stepper)
 
-    def finish(self) -> None:
-        """Wait for all values that are on their way, and write them to parameters."""
-        while self._open:
-            self._open[0].finish()
-            del self._open[0]
+    def settle(self) -> None:
+        """Let parameters wait for values that are on their way, or wait for them here.
+
+        Raises:
+            CollectiveError: Another rank does not send its share.
+        """
+        if self._are_awaited:
+            for each in self._open:
+                each.let_wait(self._finish)
+        for each in [*self._open]:
+            if not each.is_awaited:
+                self._finish(each)
+
+    def finish(self, stepper: int | None = None) -> None:
+        """Wait for values that are on their way, and write them to parameters.
+
+        Args:
+            stepper: The number of the optimizer whose parameters are meant; None for
+                all.
+
+        Raises:
+            CollectiveError: Another rank does not send its share.
+        """
+        for each in [*self._open]:
+            if stepper is None or each.stepper in (None, stepper):
+                self._finish(each)
+
+    def _finish(self, one: Return) -> None:
+        with LOCK:
+            if one not in self._open:  # another thread was faster
+                return
+            try:
+                one.finish()
+            except BaseException as error:
+                self.drop()
+                with suppress(ReferenceError):  # the wrapper is gone
+                    self._reducer.fail(error)
+                raise
+            self._open.remove(one)
 
     def drop(self) -> None:
         """Forget what is on its way, without waiting."""
-        self._open = []
+        with LOCK:
+            for each in self._open:
+                each.drop()
+            self._open = []
+
+
+def _returns_of(
+    bucket: ShardedBucket, stretches: Sequence[Stretch], stepper: int | None
+) -> list[Return]:
+    """Start to bring the parameters of one bucket back.
+
+    Messages bring some parameters at a time, those first that a forward needs first.
+    """
+    if bucket.shared is not None:
+        room = bucket.given_room(bucket.shared)
+        return [Return(bucket, stretches, stepper, room)]
+    room, plan = bucket.room(), bucket.plan
+    limit = CHUNK_BYTES // plan.dtype.itemsize
+    of_ranks = [each.chunks(plan, limit) for each in stretches]
+    chunks = zip_longest(*of_ranks, fillvalue=Stretch(range(0), 0, 0))
+    return [Return(bucket, chunk, stepper, room) for chunk in chunks]
 
 
 class Return:
@@ -66,37 +132,82 @@ class Return:
 
     Args:
         bucket: The bucket.
-        stretches: What each rank owns of it.
+        stretches: What each rank owns of it, or a part of that.
+        stepper: The number of the optimizer whose parameters these are; None for all.
+        room: The memory through which the values travel.
     """
 
-    def __init__(self, bucket: ShardedBucket, stretches: Sequence[Stretch]) -> None:
-        self._bucket, self._stretches = bucket, stretches
-        self._communicator = bucket.communicator
+    def __init__(
+        self,
+        bucket: ShardedBucket,
+        stretches: Sequence[Stretch],
+        stepper: int | None,
+        room: Room,
+    ) -> None:
+        self._bucket, self._stretches, self.stepper = bucket, stretches, stepper
+        self._communicator = communicator = bucket.communicator
         self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
+        self._slots = [  # whose parameters get values of other ranks
+            k
+            for rank, stretch in enumerate(stretches)
+            if rank != communicator.rank
+            for k in stretch.slots
+        ]
+        self._params: list[nn.Parameter] = [bucket.params[k] for k in self._slots]
+        self.is_awaited = False
+        self._room = room
         self._works: list[comm.Work] = []
         self._start()
 
     @traced("send values", before=Moment.VALUES_STARTED, after=Moment.VALUES_SENT)
     def _start(self) -> None:
-        bucket, communicator = self._bucket, self._communicator
-        number = bucket.plan.number
-        if bucket.shared is not None:
-            self._give(bucket, bucket.shared)
-            return
-        self._room = bucket.room()
+        communicator = self._communicator
+        if self._bucket.shared is not None:
+            self._give(self._bucket, self._bucket.shared)
+        elif communicator.size > 1:
+            own = self._pack(self._stretches[communicator.rank])
+            if comm.is_python_group(communicator.group):
+                self._broadcast(own)
+            else:
+                self._send_in_pieces(own)
+
+    def _broadcast(self, own: Tensor) -> None:
+        """Send with what any group has."""
+        communicator = self._communicator
         for rank, stretch in enumerate(self._stretches):
-            if not stretch.numel or communicator.size == 1:
-                continue
-            is_own = rank == communicator.rank
-            flat = self._pack(stretch) if is_own else self._room.real(stretch)
-            with communicator.watching("sending new values of parameters", number):
-                work = comm.start_broadcast(flat, communicator.group, rank)
-                communicator.note_started(work, bucket.plan.device)
-            self._works.append(work)
+            if stretch.numel:
+                is_own = rank == communicator.rank
+                flat = own if is_own else self._room.real(stretch)
+                with self._sending():
+                    work = comm.start_broadcast(flat, communicator.group, rank)
+                    communicator.note_started(work, self._bucket.plan.device)
+                self._works.append(work)
+
+    def _send_in_pieces(self, own: Tensor) -> None:
+        group = self._communicator.group
+        flats = [self._room.real(stretch) for stretch in self._stretches]
+        pieces = []
+        for parts in cut([len(flat) for flat in flats], own.element_size()):
+            mine = parts[group.rank()]
+            sent = own[mine.start : mine.stop]
+            widths = [part.stop - part.start for part in parts]
+            with self._sending():
+                arrived, work = comm.start_sharing(sent, widths, group)
+                self._communicator.note_started(work, self._bucket.plan.device)
+            places = [
+                flat[part.start : part.stop]
+                for flat, part in zip(flats, parts, strict=True)
+            ]
+            write = partial(_write, places, arrived)
+            pieces.append(Piece(work, write, sent))
+        self._works.append(Pieces(pieces, group))
+
+    def _sending(self) -> AbstractContextManager[object]:
+        number = self._bucket.plan.number
+        return self._communicator.watching("sending new values of parameters", number)
 
     def _give(self, bucket: ShardedBucket, shared: SharedBuffer) -> None:
         """Write own values to memory from which the other ranks read them."""
-        self._room = bucket.given_room(shared)
         number = bucket.plan.number
         with self._communicator.watching("giving new values of parameters", number):
             self._pack(self._stretches[self._communicator.rank])
@@ -113,6 +224,16 @@ class Return:
                 torch._foreach_copy_(views, params)
         return flat
 
+    def let_wait(self, finish: Callable[[Return], None]) -> None:
+        """Let parameters wait for their values, if nobody can read these otherwise.
+
+        Args:
+            finish: What they call when they are used.
+        """
+        if self._params and can_be_awaited(self._params):
+            await_values(self._params, partial(finish, self))
+            self.is_awaited = True
+
     @traced("wait for values", before=Moment.VALUES_AWAITED, after=Moment.VALUES_BACK)
     def finish(self) -> None:
         """Wait for the values of the other ranks, and write them to parameters."""
@@ -121,13 +242,35 @@ class Return:
             with communicator.watching(_DOING, self._bucket.plan.number):
                 communicator.wait(work)
         self._works = []
-        slots = [
-            k
-            for rank, stretch in enumerate(self._stretches)
-            if rank != communicator.rank
-            for k in stretch.slots
-        ]
-        if slots and communicator.size > 1:
-            params: list[Tensor] = [self._bucket.params[k] for k in slots]
-            with torch.no_grad():
-                torch._foreach_copy_(params, [self._room.views[k] for k in slots])
+        if self._params and communicator.size > 1:
+            values = [self._room.views[k] for k in self._slots]
+            if self.is_awaited:
+                self._write_where_used(values)
+            else:
+                params: list[Tensor] = [*self._params]
+                with torch.no_grad():
+                    torch._foreach_copy_(params, values)
+
+    def _write_where_used(self, values: list[Tensor]) -> None:
+        params = tuple(self._params)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            without_user_modes(),
+            torch.no_grad(),
+            # The step has counted this change already.
+            _unsafe_preserve_version_counter(params),
+        ):
+            torch._foreach_copy_(params, values)
+        release(params)
+
+    def drop(self) -> None:
+        """Forget the values that are on their way."""
+        self._works = []
+        if self.is_awaited:
+            release(self._params)
+
+
+def _write(places: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+    for place, values in zip(places, arrived, strict=True):
+        if len(values):
+            place.copy_(values)

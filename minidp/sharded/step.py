@@ -52,6 +52,7 @@ class ShardedStep(Observer):
         owners: Who owns which parameter; ``stepper`` are numbers of ``optimizers``.
         allow_changes: Whether the script may change gradients before a step.
         scales: Whether a ``GradScaler`` unscales gradients, and skips steps.
+        awaits_values: Whether new values come while the next forward runs (`awaited`).
     """
 
     sees_local_grads = True
@@ -64,6 +65,7 @@ class ShardedStep(Observer):
         *,
         allow_changes: bool,
         scales: bool,
+        awaits_values: bool = False,
     ) -> None:
         self.optimizers, self.owners = tuple(optimizers), owners
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
@@ -79,7 +81,7 @@ class ShardedStep(Observer):
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
         self._norms = Norms(reducer, own)
-        self._returns = Returns(self._reducer)
+        self._returns = Returns(self._reducer, are_awaited=awaits_values)
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
         self._is_reduced = False  # averages have come, and no rank has used them yet
@@ -119,6 +121,7 @@ class ShardedStep(Observer):
         Raises:
             ShardedStepError: There are some.
         """
+        self.bring_rest()
         self._refuse_left_over()
         if self._is_reduced:
             self._wait_for_readers()
@@ -233,6 +236,8 @@ class ShardedStep(Observer):
                 )
             )
         number = self._number_of(optimizer)
+        # When all have agreed, no rank reads older values of this one any more.
+        self._returns.finish(number)
         problems, names = self._problems(number)
         if has_closure:
             problems |= Problem.CLOSURE
@@ -279,7 +284,7 @@ class ShardedStep(Observer):
         self.steps += 1
         try:
             self._returns.start(self._number_of(optimizer))
-            self._returns.finish()
+            self._returns.settle()
         except BaseException as error:
             reducer.fail(error)
             raise
@@ -337,6 +342,10 @@ class ShardedStep(Observer):
         """
         with self.shares.changing():
             return self._norms.clip(max_norm, norm_type, raises=error_if_nonfinite)
+
+    def bring_rest(self) -> None:
+        """Wait for values that are still on their way, and write them to parameters."""
+        self._returns.finish()
 
     def bring_all(self) -> None:
         """Give all ranks the values of each parameter that its owner has.

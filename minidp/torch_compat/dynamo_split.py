@@ -30,9 +30,11 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     of ``ddp.bucket_bytes_cap``, but not less than 1 MiB. If dynamo's ``optimize_ddp``
     prevents that, there is a warning.
     """
-    module = ddp.module
-    is_compiling = callable(get_eval_frame_callback())
-    _tell_if_graphs_stay_whole(module, is_compiling=is_compiling)
+    module = ddp._modules["module"]  # Module's getattr: slow
+    setting = _optimize_ddp()
+    if setting not in (None, True, "ddp_optimizer"):
+        is_compiling = callable(get_eval_frame_callback())
+        _tell_that_graphs_stay_whole(module, setting, is_compiling=is_compiling)
     active = ddp
     if ddp.bucket_bytes_cap < _FIRST_GRAPH_BYTES:
         active = SimpleNamespace(bucket_bytes_cap=_FIRST_GRAPH_BYTES)
@@ -76,10 +78,9 @@ def refuse_python_reducer() -> None:
 
 
 @untraced
-def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
-    setting = _optimize_ddp()
-    if setting in (None, True, "ddp_optimizer"):
-        return
+def _tell_that_graphs_stay_whole(
+    module: Any, setting: object, *, is_compiling: bool
+) -> None:
     dynamo: Any = sys.modules["torch._dynamo"]
     if is_compiling or isinstance(module, dynamo.OptimizedModule):
         warn(

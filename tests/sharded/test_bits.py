@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 import minidp
 from minidp import DataParallel
 from minidp.core import Observer
+from minidp.sharded import pieces, returns
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -83,14 +85,14 @@ def batch(ctx, step):
     return torch.randn(4, 3, generator=generator)
 
 
-def train(ctx, ours, name, options, how):
+def train(ctx, ours, name, options, how, **more):
     torch.manual_seed(3)
     net = Net()
     kind = DataParallel if ours else DistributedDataParallel
     ddp = kind(net, process_group=ctx.group, **options)
     optimizers = OPTIMIZERS[name](list(net.parameters()))
     if ours:
-        ddp.sharded_step(*optimizers, per_parameter=name == "lamb")
+        ddp.sharded_step(*optimizers, per_parameter=name == "lamb", **more)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
     norms = []
     for step in range(STEPS):
@@ -270,3 +272,62 @@ def test_the_next_backward_waits_for_sums_of_others(ctx):
         ddp(100 * batch(ctx, 8)).square().mean().backward()
         optimizer.zero_grad()
     assert same(*found)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@on_ranks(2, 3, 4)
+def test_messages_in_pieces_have_the_same_bits(ctx, monkeypatch, options, overlaps):
+    monkeypatch.setenv("MINIDP_SHARED_MEMORY", "0")
+    found = []
+    for nbytes in (2**20, 40):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", nbytes)
+        monkeypatch.setattr(returns, "CHUNK_BYTES", 4 * nbytes)
+        how = {"to_none": False}
+        found.append(
+            train(ctx, True, "adamw", options, how, overlap_param_gather=overlaps)[0]
+        )
+    assert same(found[0], found[1])
+    return found[1]
+
+
+@pytest.mark.parametrize("widths", [[0, 0], [5, 0, 3], [1000, 999, 0, 1], [7]])
+def test_pieces_are_whole(monkeypatch, widths):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    ranges = pieces.cut(widths, 4)
+    for rank, width in enumerate(widths):
+        elements = [k for each in ranges for k in range(*each[rank])]
+        assert elements == list(range(width))
+    assert all(len(each) == len(widths) for each in ranges)
+    sizes = [4 * (part.stop - part.start) for each in ranges for part in each]
+    assert max(sizes) <= 64
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@on_ranks(2)
+def test_an_attached_model(ctx, overlaps):
+    found = []
+    for attaches in (False, True):
+        torch.manual_seed(3)
+        net = Net()
+        if attaches:
+            handle = minidp.attach(net, process_group=ctx.group)
+            clip = handle.clip_grad_norm_
+        else:
+            handle = DistributedDataParallel(net, process_group=ctx.group)
+            clip = partial(clip_grad_norm_, list(net.parameters()))
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        if attaches:
+            handle.sharded_step(optimizer, overlap_param_gather=overlaps)
+        for step in range(5):
+            (net if attaches else handle)(batch(ctx, step)).square().mean().backward()
+            clip(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if attaches:
+            state = handle.whole_optimizer_state(optimizer)
+            assert ctx.rank or len(state["state"]) == len(list(net.parameters()))
+            handle.detach()
+            assert {type(param) for param in net.parameters()} == {nn.Parameter}
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert same(found[0], found[1])

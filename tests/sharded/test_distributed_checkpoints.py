@@ -62,7 +62,7 @@ class Net(nn.Module):
         return self.sometimes(x) if number % 2 else x
 
 
-def made(ctx, name, *, group=None, divides=True):
+def made(ctx, name, *, group=None, divides=True, overlaps=False):
     torch.manual_seed(0)
     net = Net()
     options = {"find_unused_parameters": True, "process_group": group or ctx.group}
@@ -70,7 +70,8 @@ def made(ctx, name, *, group=None, divides=True):
     params = list(net.parameters())
     optimizer = Counts(params) if name == "counts" else OPTIMIZERS[name](params)
     if divides:
-        ddp.sharded_step(optimizer, per_parameter=name == "counts")
+        options = {"per_parameter": name == "counts", "overlap_param_gather": overlaps}
+        ddp.sharded_step(optimizer, **options)
     return ddp, optimizer
 
 
@@ -161,6 +162,24 @@ def test_any_number_of_ranks_saves_and_loads(ctx, tmp_path, name, saves, loads):
         if end is not None and (3 not in (saves, loads) or saves == loads):
             assert same(end, mine)  # a third of three times a gradient is another one
     torch.distributed.barrier(ctx.group)
+
+
+@on_ranks(2)
+def test_values_that_are_on_their_way_are_saved_and_replaced(ctx, tmp_path):
+    folder = folder_of(ctx, tmp_path)
+    ddp, optimizer = made(ctx, "adamw", overlaps=True)
+    train(ddp, optimizer, range(2))
+    ddp(torch.ones(1, 4), 0).sum().backward()
+    optimizer.step()  # nobody has read a parameter since
+    save(ddp, optimizer, folder)
+    optimizer.zero_grad()
+    end = train(ddp, optimizer, range(3, 6))
+    ddp(torch.ones(1, 4), 0).sum().backward()
+    optimizer.step()
+    load(ddp, optimizer, folder)
+    optimizer.zero_grad()
+    assert same(end, train(ddp, optimizer, range(3, 6)))
+    return end
 
 
 @on_ranks(2)

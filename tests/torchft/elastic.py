@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,10 @@ def train_replica(
 
     net.first.weight.register_post_accumulate_grad_hook(lambda _: mortal.at("backward"))
     net.register_forward_pre_hook(lambda *_: mortal.at("forward"))
-    manager = make_manager(replica, lighthouse, load, save)
+    # A replica that comes waits for those that look for the store of a dead one, which
+    # takes twice their timeout on a busy machine. This is torchft's default.
+    patience = timedelta(seconds=60)
+    manager = make_manager(replica, lighthouse, load, save, quorum_timeout=patience)
     model = minidp.torchft.DataParallel(
         manager, net, logical_ranks=training.leaves, **training.options
     )

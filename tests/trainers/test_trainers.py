@@ -35,16 +35,21 @@ def needs(package):
         pytest.skip(f"{package} is not installed: bash tests/run.sh trainers")
 
 
-def torchrun(*arguments):
+def torchrun(*arguments, **variables):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return python(*launcher, *arguments)
+    return python(*launcher, *arguments, **variables)
 
 
-def python(*arguments):
+def python(*arguments, **variables):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -117,5 +122,7 @@ def test_a_script_that_nobody_wrote_for_minidp(name):
     module = f"accelerate.test_utils.scripts.{name}"
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"this version of accelerate has no {module}")
-    output = torchrun("-m", "minidp.run", "-m", module)
+    # Without this variable accelerate looks for GPUs only, and trains on one rank.
+    output = torchrun("-m", "minidp.run", "-m", module, ACCELERATE_USE_CPU="true")
     assert "is minidp.DataParallel" in output
+    assert "wrapped no model" not in output
