@@ -76,6 +76,9 @@ class ValuesOverlap:
     waited_s: float  # the part of exposed in which this rank waits for this bucket
 
 
+_VALUE_SECONDS = ("start_s", "hidden_s", "exposed_s", "waited_s")
+
+
 @dataclass(frozen=True)
 class StepOverlap:
     """One step of one rank: its seconds, split into phases, and its buckets.
@@ -371,6 +374,28 @@ def usual_turns(steps: Sequence[StepOverlap]) -> tuple[TurnTimes, ...]:
     )
 
 
+# ----------------------------------------------------------------- values of parameters
+
+
+def usual_values(steps: Sequence[StepOverlap]) -> tuple[ValuesOverlap, ...]:
+    """Return the medians over the steps of a rank, in the order of their starts.
+
+    The values of the last step may still have been on their way when the recording
+    ended.
+    """
+    found: dict[int, list[ValuesOverlap]] = {}
+    for each in (each for one in steps for each in one.values):
+        found.setdefault(each.number, []).append(each)
+    usual = [
+        replace(
+            same[0],
+            **{n: median(getattr(each, n) for each in same) for n in _VALUE_SECONDS},
+        )
+        for same in found.values()
+    ]
+    return tuple(sorted(usual, key=lambda each: each.start_s))
+
+
 # -------------------------------------------------------------------- the typical step
 
 
@@ -389,6 +414,7 @@ class Overlap:
     exposed_spread_s: Spread
     usually_exposed_s: float  # the median over steps
     turns: tuple[TurnTimes, ...]  # of its logical ranks, if any: medians over steps
+    values: tuple[ValuesOverlap, ...]  # of divided steps, by bucket: medians over steps
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
@@ -411,6 +437,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
             exposed_spread_s=spread(exposed[n]),
             usually_exposed_s=median(exposed[n]),
             turns=usual_turns(steps),
+            values=usual_values(steps),
         )
         for n, (timeline, steps) in enumerate(zip(run.ranks, found, strict=True))
     )

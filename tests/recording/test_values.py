@@ -13,6 +13,8 @@ import minidp
 from minidp import DataParallel, Moment, Recorder
 from minidp.overlap import chrome_trace, html_page, report
 from minidp.overlap.analysis import overlap_of, slices
+from minidp.overlap.forecast import analyse
+from minidp.overlap.skew import aligned
 from minidp.overlap.text import PHASES
 from tests.support.both import Chain, same
 from tests.support.ranks import on_ranks
@@ -120,6 +122,27 @@ def test_the_report_says_what_values_cost():
         "2.0",
         "layers.1",
     ]
+
+
+def test_the_table_does_not_need_the_last_step():
+    """Its values may still be on their way when the recording ends."""
+    steps = [step(n, BUCKETS, at=60 * n, **IN_STEP) for n in range(4)]
+    steps.append(step(4, BUCKETS, at=240, **LATE))
+    found = analyse(aligned([timeline(steps)]))
+    assert [each.number for each in found.shown.values] == [1, 0]
+    names = "start", "hidden", "exposed", "waited"
+    assert seconds(found.shown.values[1], *names) == [23, 0, 5, 2]
+    only_last = report([timeline(steps[-1:])])
+    assert "takes 3.0 ms, 5% of the step; for 2.0 ms more" in only_last
+    assert "of bucket" not in only_last
+
+
+def test_a_bucket_that_comes_in_parts_is_one_row():
+    parts = [(0, 52, 53, 55, 56), (0, 53, 54, 57, 60)]
+    one = step(0, BUCKETS, optimizers=[(50, 54)], values=parts, end=80)
+    (found,) = overlap_of(timeline([one]), one).values
+    names = "start", "hidden", "exposed", "waited"
+    assert seconds(found, *names) == [22, 2, 6, 4]
 
 
 def test_a_trace_has_a_track_for_them():
