@@ -76,6 +76,9 @@ class ValuesOverlap:
     waited_s: float  # the part of exposed in which this rank waits for this bucket
 
 
+_VALUE_SECONDS = ("start_s", "hidden_s", "exposed_s", "waited_s")
+
+
 @dataclass(frozen=True)
 class StepOverlap:
     """One step of one rank: its seconds, split into phases, and its buckets.
@@ -149,8 +152,7 @@ def overlap_of(
         "values_s": covered(busy, step.begin_ns, step.end_ns) / 1e9,
         "optimizer_s": without_values(optimizer, step.optimizers),
     }
-    ways = [Span(each.started_ns, each.back_ns) for each in step.values]
-    hidden_ns = covered(ways, step.begin_ns, step.end_ns)
+    hidden_ns = covered(ways_of(step.values), step.begin_ns, step.end_ns)
     hidden_ns -= covered(busy, step.begin_ns, step.end_ns)
     seconds = (step.end_ns - step.begin_ns) / 1e9
     return StepOverlap(
@@ -176,22 +178,31 @@ def busy_with(values: Iterable[ValueTimes]) -> list[Span]:
     return found
 
 
+def ways_of(values: Iterable[ValueTimes]) -> list[Span]:
+    """Return when values are on their way, from their start until they are back."""
+    return [Span(each.started_ns, each.back_ns) for each in values]
+
+
 def _values(
     timeline: Timeline, step: Step, busy: Sequence[Span]
 ) -> Iterator[ValuesOverlap]:
+    by_bucket: dict[int, list[ValueTimes]] = {}
     for each in step.values:
-        if each.started_ns < step.begin_ns:
-            continue  # it is told of in the step before
-        members = timeline.layouts[step.layout][each.number]
-        exposed = covered(busy, each.started_ns, each.back_ns)
+        if each.started_ns >= step.begin_ns:  # else it is told of in the step before
+            by_bucket.setdefault(each.number, []).append(each)
+    for number, parts in by_bucket.items():
+        members = timeline.layouts[step.layout][number]
+        begin = min(each.started_ns for each in parts)
+        limits = begin, max(each.back_ns for each in parts)
+        exposed = common(ways_of(parts), busy, *limits)
         yield ValuesOverlap(
-            number=each.number,
+            number=number,
             members=members,
             nbytes=sum(timeline.params[i].nbytes for i in members),
-            start_s=(each.started_ns - step.backward.end_ns) / 1e9,
-            hidden_s=(each.back_ns - each.started_ns - exposed) / 1e9,
+            start_s=(begin - step.backward.end_ns) / 1e9,
+            hidden_s=(covered(ways_of(parts), *limits) - exposed) / 1e9,
             exposed_s=exposed / 1e9,
-            waited_s=(each.back_ns - each.awaited_ns) / 1e9,
+            waited_s=sum(each.back_ns - each.awaited_ns for each in parts) / 1e9,
         )
 
 
@@ -304,28 +315,22 @@ def _value_slices(found: StepOverlap) -> Iterator[Slice]:
     Only what lies in the step is a part of it.
     """
     values, busy = found.step.values, busy_with(found.step.values)
-    limits = Span(found.step.begin_ns, found.step.end_ns)
+    limits = found.step.begin_ns, found.step.end_ns
+
+    def cut(ways: Sequence[Span]) -> Iterator[tuple[str, int, int]]:
+        for begin, end, is_any in pieces(ways, *limits):
+            for a, b, is_busy in pieces(busy, begin, end) if is_any else ():
+                yield EXPOSED_VALUES if is_busy else HIDDEN_VALUES, a, b
+
     for each in values:
-        for span in busy_with([each]):
-            begin, end = _within(limits, span)
-            if begin < end:
-                yield Slice(VALUES, EXPOSED_VALUES, begin, end, each.number)
-    ways = [Span(each.started_ns, each.back_ns) for each in values]
-    for a, b, is_any in pieces(ways, limits.begin_ns, limits.end_ns):
-        for begin, end, is_busy in pieces(busy, a, b) if is_any else ():
-            if not is_busy:
-                yield Slice(VALUES, HIDDEN_VALUES, begin, end)
-    reduced = {bucket.number for bucket in found.buckets}
-    for each, way in zip(values, ways, strict=True):
-        if each.number in reduced:  # else it has no row
-            for begin, end, is_busy in pieces(busy, *_within(limits, way)):
-                name = EXPOSED_VALUES if is_busy else HIDDEN_VALUES
-                yield Slice(each.number, name, begin, end)
-
-
-def _within(limits: Span, span: Span) -> tuple[int, int]:
-    begin = max(limits.begin_ns, span.begin_ns)
-    return begin, min(limits.end_ns, span.end_ns)
+        for _, begin, end in cut(busy_with([each])):
+            yield Slice(VALUES, EXPOSED_VALUES, begin, end, each.number)
+    for name, begin, end in cut(ways_of(values)):
+        if name == HIDDEN_VALUES:
+            yield Slice(VALUES, name, begin, end)
+    for bucket in found.buckets:
+        for parts in cut(ways_of(v for v in values if v.number == bucket.number)):
+            yield Slice(bucket.number, *parts)
 
 
 # ------------------------------------------------------------------- logical ranks
@@ -369,6 +374,28 @@ def usual_turns(steps: Sequence[StepOverlap]) -> tuple[TurnTimes, ...]:
     )
 
 
+# ----------------------------------------------------------------- values of parameters
+
+
+def usual_values(steps: Sequence[StepOverlap]) -> tuple[ValuesOverlap, ...]:
+    """Return the medians over the steps of a rank, in the order of their starts.
+
+    The values of the last step may still have been on their way when the recording
+    ended.
+    """
+    found: dict[int, list[ValuesOverlap]] = {}
+    for each in (each for one in steps for each in one.values):
+        found.setdefault(each.number, []).append(each)
+    usual = [
+        replace(
+            same[0],
+            **{n: median(getattr(each, n) for each in same) for n in _VALUE_SECONDS},
+        )
+        for same in found.values()
+    ]
+    return tuple(sorted(usual, key=lambda each: each.start_s))
+
+
 # -------------------------------------------------------------------- the typical step
 
 
@@ -387,6 +414,7 @@ class Overlap:
     exposed_spread_s: Spread
     usually_exposed_s: float  # the median over steps
     turns: tuple[TurnTimes, ...]  # of its logical ranks, if any: medians over steps
+    values: tuple[ValuesOverlap, ...]  # of divided steps, by bucket: medians over steps
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
@@ -409,6 +437,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
             exposed_spread_s=spread(exposed[n]),
             usually_exposed_s=median(exposed[n]),
             turns=usual_turns(steps),
+            values=usual_values(steps),
         )
         for n, (timeline, steps) in enumerate(zip(run.ranks, found, strict=True))
     )

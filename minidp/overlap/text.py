@@ -33,9 +33,9 @@ PHASES = {
     "everything else": "other_s",
 }
 VALUES_HEAD = (
-    "New values of parameters come back from the ranks that step them. All in ms; "
-    "start: after\nthe backward; exposed: this rank sends or awaits values; waited: it "
-    "awaits those of this bucket."
+    "New values of parameters come back from the ranks that step them. All in ms, "
+    "medians over steps;\nstart: after the backward; exposed: this rank sends or awaits"
+    " values; waited: it awaits those of this bucket."
 )
 _VALUE_TIMES = ("start", "hidden", "exposed", "waited")
 _CHOICE = {
@@ -190,7 +190,7 @@ def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> st
 def values_sentence(found: Analysis) -> list[str]:
     """Return a line about the values of divided steps, [] if there are none."""
     one = found.shown.typical
-    if not one.values:
+    if not one.step.values:
         return []
     share = one.values_s / one.seconds if one.seconds else 0.0
     return [
@@ -255,11 +255,11 @@ def _buckets(found: Analysis) -> str:
 
 
 def value_rows(found: Analysis) -> list[list[str]]:
-    """Return the way back of values in the typical step as a table, [] without any.
+    """Return the usual ways back of values as a table, [] if there are none.
 
     Of many, it has those that are exposed longest.
     """
-    values, first = found.shown.typical.values, found.run.ranks[0]
+    values, first = found.shown.values, found.run.ranks[0]
     longest = sorted(values, key=lambda each: -each.waited_s)[:MAX_ROWS]
     rows = [["of bucket", "params", "MiB", *_VALUE_TIMES, "layers"]]
     for each in values:

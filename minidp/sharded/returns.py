@@ -148,6 +148,7 @@ class Return:
     ) -> None:
         self._bucket, self._stretches, self.stepper = bucket, stretches, stepper
         self._communicator = communicator = bucket.communicator
+        self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
         self._slots = [  # whose parameters get values of other ranks
             k
             for rank, stretch in enumerate(stretches)

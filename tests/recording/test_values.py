@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import minidp
 from minidp import DataParallel, Moment, Recorder
 from minidp.overlap import chrome_trace, html_page, report
 from minidp.overlap.analysis import overlap_of, slices
+from minidp.overlap.forecast import analyse
+from minidp.overlap.skew import aligned
 from minidp.overlap.text import PHASES
 from tests.support.both import Chain, same
 from tests.support.ranks import on_ranks
@@ -121,6 +124,27 @@ def test_the_report_says_what_values_cost():
     ]
 
 
+def test_the_table_does_not_need_the_last_step():
+    """Its values may still be on their way when the recording ends."""
+    steps = [step(n, BUCKETS, at=60 * n, **IN_STEP) for n in range(4)]
+    steps.append(step(4, BUCKETS, at=240, **LATE))
+    found = analyse(aligned([timeline(steps)]))
+    assert [each.number for each in found.shown.values] == [1, 0]
+    names = "start", "hidden", "exposed", "waited"
+    assert seconds(found.shown.values[1], *names) == [23, 0, 5, 2]
+    only_last = report([timeline(steps[-1:])])
+    assert "takes 3.0 ms, 5% of the step; for 2.0 ms more" in only_last
+    assert "of bucket" not in only_last
+
+
+def test_a_bucket_that_comes_in_parts_is_one_row():
+    parts = [(0, 52, 53, 55, 56), (0, 53, 54, 57, 60)]
+    one = step(0, BUCKETS, optimizers=[(50, 54)], values=parts, end=80)
+    (found,) = overlap_of(timeline([one]), one).values
+    names = "start", "hidden", "exposed", "waited"
+    assert seconds(found, *names) == [22, 2, 6, 4]
+
+
 def test_a_trace_has_a_track_for_them():
     events = json.loads(chrome_trace(ranks(**IN_STEP)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -152,12 +176,12 @@ def trained(model, optimizer, steps=4):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def divided(ctx, **options):
+def divided(ctx, *, overlaps=False, **options):
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     model = DataParallel(net, process_group=ctx.group, bucket_cap_mb=0.01, **options)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    model.sharded_step(optimizer)
+    model.sharded_step(optimizer, overlap_param_gather=overlaps)
     return model, optimizer
 
 
@@ -188,6 +212,39 @@ def test_values_of_a_real_training(ctx, in_shared_memory):
     rec.gather()
     assert "Are values of parameters back in time?" in rec.report()
     assert any("values, exposed" in line for line in rec.report().splitlines())
+    return expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("chunk_bytes", [4 * 2**20, 2048])
+def test_values_that_really_come_in_the_next_forward(ctx, chunk_bytes):
+    expected = trained(*divided(ctx))
+    model, optimizer = divided(ctx, overlaps=True)
+    chunks = mock.patch("minidp.sharded.returns.CHUNK_BYTES", chunk_bytes)
+    with chunks, minidp.record(model) as rec:
+        assert same(expected, trained(model, optimizer))
+    (mine,) = rec.timelines
+    others = mine.steps[1:]
+    assert len(others) == 3
+    for before, after in zip(mine.steps, others, strict=False):
+        late = [each for each in before.values if each.back_ns > before.end_ns]
+        assert late == [each for each in after.values if each in late]
+        forward = after.forwards[0]
+        for each in late:
+            assert forward.begin_ns <= each.awaited_ns <= each.back_ns
+        if len(before.buckets) > 1:  # buckets are made anew after the first backward
+            assert late
+            assert overlap_of(mine, before).hidden_values_s > 0
+            assert after.forwards[0].seconds > overlap_of(mine, after).forward_s
+    for one in mine.steps:
+        split = overlap_of(mine, one)
+        parts = [getattr(split, name) for name in PHASES.values()]
+        assert sum(parts) == pytest.approx(split.seconds)
+        numbers = [each.number for each in split.values]
+        assert sorted(numbers) == [bucket.number for bucket in one.buckets]
+    last = [each for each in mine.steps[-1].values if each in mine.steps[-2].values]
+    assert last  # those of the step before, and more
+    assert len(mine.steps[-1].values) > len(last)
     return expected
 
 

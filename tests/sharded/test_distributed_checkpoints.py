@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidp import DataParallel
 from minidp.errors import ShardedStepError
@@ -61,7 +62,7 @@ class Net(nn.Module):
         return self.sometimes(x) if number % 2 else x
 
 
-def made(ctx, name, *, group=None, divides=True):
+def made(ctx, name, *, group=None, divides=True, overlaps=False):
     torch.manual_seed(0)
     net = Net()
     options = {"find_unused_parameters": True, "process_group": group or ctx.group}
@@ -69,7 +70,8 @@ def made(ctx, name, *, group=None, divides=True):
     params = list(net.parameters())
     optimizer = Counts(params) if name == "counts" else OPTIMIZERS[name](params)
     if divides:
-        ddp.sharded_step(optimizer, per_parameter=name == "counts")
+        options = {"per_parameter": name == "counts", "overlap_param_gather": overlaps}
+        ddp.sharded_step(optimizer, **options)
     return ddp, optimizer
 
 
@@ -163,6 +165,24 @@ def test_any_number_of_ranks_saves_and_loads(ctx, tmp_path, name, saves, loads):
 
 
 @on_ranks(2)
+def test_values_that_are_on_their_way_are_saved_and_replaced(ctx, tmp_path):
+    folder = folder_of(ctx, tmp_path)
+    ddp, optimizer = made(ctx, "adamw", overlaps=True)
+    train(ddp, optimizer, range(2))
+    ddp(torch.ones(1, 4), 0).sum().backward()
+    optimizer.step()  # nobody has read a parameter since
+    save(ddp, optimizer, folder)
+    optimizer.zero_grad()
+    end = train(ddp, optimizer, range(3, 6))
+    ddp(torch.ones(1, 4), 0).sum().backward()
+    optimizer.step()
+    load(ddp, optimizer, folder)
+    optimizer.zero_grad()
+    assert same(end, train(ddp, optimizer, range(3, 6)))
+    return end
+
+
+@on_ranks(2)
 def test_each_rank_writes_its_share(ctx, tmp_path):
     folder = folder_of(ctx, tmp_path)
     ddp, optimizer = made(ctx, "adamw")
@@ -226,7 +246,11 @@ def test_a_training_goes_on_while_its_checkpoint_is_written(ctx, tmp_path, name)
     state = state_of(ddp, optimizer)
     group = torch.distributed.new_group([0, 1], use_local_synchronization=True)
     future = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    kept = {k: v for k, v in state["optimizer"].state_dict().items() if k != "state"}
+    before = copy.deepcopy(kept)
     end = train(ddp, optimizer, range(3, 6))
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert same(kept, before)
     future.result(timeout=20)
     again = made(ctx, name)
     load(*again, folder)
@@ -271,6 +295,14 @@ def test_what_a_checkpoint_lacks_dcp_names(ctx, tmp_path):
         CheckpointException, match=r"Missing key .*: optimizer\.state\.first"
     ):
         load(*made(ctx, "adamw"), folder)
+
+
+@on_ranks(2)
+def test_torchs_own_functions_do_not_take_a_share_for_all_of_it(ctx):
+    ddp, optimizer = made(ctx, "adamw")
+    train(ddp, optimizer, range(2))
+    with pytest.raises(KeyError, match="minidp_share"):
+        get_optimizer_state_dict(ddp.module, optimizer)
 
 
 @on_ranks(2)
