@@ -130,8 +130,6 @@ void Slots::divide(size_t first, size_t last) {
   last_own_ = last;
 }
 
-// Two gradients may lie in the same memory: of x + y, or views of one tensor. Then a sum that is
-// written to one of them would change what the other one brings.
 bool Slots::may_stay(
     const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
   if (!is_divided_ || first_own_ == last_own_ || at::GradMode::is_enabled()) {
@@ -140,11 +138,17 @@ bool Slots::may_stay(
   const auto* buffer = static_cast<const char*>(values_.const_data_ptr());
   for (size_t k = first_own_; k < last_own_; ++k) {
     const bool is_usual = present[k] && grads[k].defined() && is_row(places_[k], grads[k], buffer);
-    if (!is_usual || grads[k].storage().use_count() != 1) {
+    if (!is_usual) {
       return false;
     }
   }
   return true;
+}
+
+void Slots::settle() {
+  if (!have_stayed()) {
+    complete();
+  }
 }
 
 // Whether all of them are still in .grad, and in memory of their own.

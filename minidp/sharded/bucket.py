@@ -100,6 +100,15 @@ class ShardedBucket(DenseBucket):
             takes = native.offer_share(own.start, own.stop, self.scale)
         shared.into = native if takes else None
 
+    def settle(self) -> None:
+        """Bring own gradients to the buffer whose memory is not theirs alone.
+
+        It must be called for all buckets before the first one is summed, because a sum
+        that is written to ``.grad`` may be written to another gradient, too.
+        """
+        if self._is_divided and self.native is not None:
+            self.native.settle()
+
     def complete(self) -> None:
         """Bring own gradients to the buffer, too."""
         if self.native is not None:

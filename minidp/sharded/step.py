@@ -199,6 +199,12 @@ class ShardedStep(Observer):
             self._agreement.reach(Intent(Act.GO_ON, 0, Problem(0)))
             self._is_reduced = False
 
+    def finishing(self, *, applies_grads: bool) -> None:
+        """Look which gradients may take sums in their place."""
+        for bucket in self._reducer.queue.buckets:
+            if isinstance(bucket, ShardedBucket):
+                bucket.settle()
+
     def finished(self) -> None:
         """Note the averages of this rank's share."""
         if self._overflows is not None:
