@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from .core import ItemTotals, is_exporting, untraced_itself
 from .data_parallel import DataParallel
@@ -141,6 +142,22 @@ class Attachment:
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
 
+    def sharded_step(self, *optimizers: Optimizer, **options: Any) -> None:
+        """Let each rank step its share, as `DataParallel.sharded_step` does."""
+        self.data_parallel.sharded_step(*optimizers, **options)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, **options: Any
+    ) -> Tensor:
+        """Clip by the norm over all ranks, as `DataParallel.clip_grad_norm_` does."""
+        return self.data_parallel.clip_grad_norm_(max_norm, norm_type, **options)
+
+    def whole_optimizer_state(
+        self, optimizer: Optimizer, to: int = 0
+    ) -> dict[str, Any] | None:
+        """Collect all shares, as `DataParallel.whole_optimizer_state` does."""
+        return self.data_parallel.whole_optimizer_state(optimizer, to)
+
     def reset(self, *, copy_from: int | None = None) -> None:
         """Recover from a failed backward on all ranks, as `DataParallel.reset` does."""
         self.data_parallel.reset(copy_from=copy_from)
@@ -164,6 +181,8 @@ class Attachment:
             own.pop(DETOUR)
             if self._detour.compiled is not None:
                 own[DETOUR] = self._detour.compiled
+        if inside._sharded is not None:
+            inside._sharded.bring_rest()
         inside._remove_autograd_hooks()
         if inside.gradient_as_bucket_view:
             for param in inside._reducer.params:

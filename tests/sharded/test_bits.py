@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -300,3 +301,33 @@ def test_pieces_are_whole(monkeypatch, widths):
     assert all(len(each) == len(widths) for each in ranges)
     sizes = [4 * (part.stop - part.start) for each in ranges for part in each]
     assert max(sizes) <= 64
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@on_ranks(2)
+def test_an_attached_model(ctx, overlaps):
+    found = []
+    for attaches in (False, True):
+        torch.manual_seed(3)
+        net = Net()
+        if attaches:
+            handle = minidp.attach(net, process_group=ctx.group)
+            clip = handle.clip_grad_norm_
+        else:
+            handle = DistributedDataParallel(net, process_group=ctx.group)
+            clip = partial(clip_grad_norm_, list(net.parameters()))
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        if attaches:
+            handle.sharded_step(optimizer, overlap_param_gather=overlaps)
+        for step in range(5):
+            (net if attaches else handle)(batch(ctx, step)).square().mean().backward()
+            clip(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if attaches:
+            state = handle.whole_optimizer_state(optimizer)
+            assert ctx.rank or len(state["state"]) == len(list(net.parameters()))
+            handle.detach()
+            assert {type(param) for param in net.parameters()} == {nn.Parameter}
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert same(found[0], found[1])
