@@ -79,6 +79,12 @@ const at::Tensor& grad_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();
 }
 
+// How often it was changed in place.
+uint32_t version_of(const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
 }  // namespace
 
 bool Slots::lies_in_buffer(const at::Tensor& grad) const {
@@ -145,10 +151,16 @@ bool Slots::may_stay(
   return true;
 }
 
-void Slots::settle() {
+int64_t Slots::settle() {
+  for (size_t k = 0; k < stayed_.size(); ++k) {
+    if (version_of(stayed_[k]) != versions_[k]) {
+      return static_cast<int64_t>(first_own_ + k);
+    }
+  }
   if (!have_stayed()) {
     complete();
   }
+  return -1;
 }
 
 // Whether all of them are still in .grad, and in memory of their own.
@@ -225,6 +237,8 @@ bool Slots::flatten(
   copy_in(slots, from, scale);
   if (stays) {
     stayed_.assign(grads.begin() + first_own_, grads.begin() + last_own_);
+    versions_.resize(stayed_.size());
+    std::transform(stayed_.begin(), stayed_.end(), versions_.begin(), version_of);
     stayed_scale_ = scale;
   }
   return true;

@@ -59,8 +59,9 @@ class Slots {
   void complete();
   // The same, if a gradient of them was replaced, or if something else lies in its memory: the
   // gradients of x + y are one tensor, or views of it. Then a sum that is written to one of them
-  // would change what the other one brings. So this goes before the sum of any bucket.
-  void settle();
+  // would change what the other one brings. So this goes before the sum of any bucket. Returns the
+  // slot of a gradient that was changed in place since, and does nothing then; else -1.
+  int64_t settle();
 
   // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
@@ -125,6 +126,7 @@ class Slots {
   size_t first_own_ = 0;
   size_t last_own_ = 0;
   std::vector<at::Tensor> stayed_;  // the gradients of the share that the buffer does not have
+  std::vector<uint32_t> versions_;  // that they had then
   double stayed_scale_ = 1;         // by which they are to be multiplied
 };
 
