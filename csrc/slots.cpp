@@ -136,8 +136,7 @@ void Slots::divide(size_t first, size_t last) {
   last_own_ = last;
 }
 
-bool Slots::may_stay(
-    const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
+bool Slots::may_stay(const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
   if (!is_divided_ || first_own_ == last_own_ || at::GradMode::is_enabled()) {
     return false;
   }

@@ -20,7 +20,7 @@ SMALL = {"bucket_cap_mb": 0.0001}  # a bucket for each parameter
 
 
 class Sums(nn.Module):
-    """Both gradients of a sum are one tensor. Rank 0 owns `b` and `d`, rank 1 the others."""
+    """Both gradients of a sum are one tensor, and have one owner: `a` and `c`."""
 
     def __init__(self, *, views=False):
         super().__init__()
@@ -120,7 +120,9 @@ def test_a_gradient_that_is_changed_on_its_way(ctx):
                 param.grad.mul_(2)
 
     net[0].weight.register_hook(change)
-    with pytest.raises(GradientError, match=r"changed in place while.*Parameters: [23]\."):
+    with pytest.raises(
+        GradientError, match=r"changed in place while.*Parameters: [23]\."
+    ):
         ddp(inputs(ctx, 2)[:, :5]).sum().backward()
 
 
