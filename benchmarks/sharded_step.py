@@ -129,10 +129,21 @@ def _net(cell: str, *, smoke: bool) -> Net:
     if smoke:
         return make(NETS["mlp"], smoke=True)
     if cell == "layers":
-        return Mlp(24, 1024, 8)
+        return _lively(Mlp(24, 1024, 8))
     if cell == "link":
         return Mlp(7, 1005, 64)
     return make(NETS[cell], smoke=False)
+
+
+def _lively(net: Net) -> Net:
+    """Return a net whose gradients do not vanish on their way through the layers.
+
+    Their squares would be denormal numbers, with which AdamW takes four times as long,
+    so that nothing else would be seen.
+    """
+    for param in net.parameters():
+        nn.init.kaiming_normal_(param, nonlinearity="relu")
+    return net
 
 
 def _state_bytes(optimizer: Any) -> int:

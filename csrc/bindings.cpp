@@ -178,6 +178,7 @@ void bind_slots(py::module_& module) {
       .def("offer_tiles", &Slots::offer_tiles, py::arg("scale") = 1.0)
       .def("divide", &Slots::divide)
       .def("complete", &Slots::complete)
+      .def("settle", &Slots::settle)
       .def("offer_share", &Slots::offer_share)
       .def("has_taken_share", &Slots::has_taken_share)
       .def_property_readonly("is_scaled", &Slots::is_scaled)

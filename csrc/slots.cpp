@@ -79,6 +79,12 @@ const at::Tensor& grad_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->grad();
 }
 
+// How often it was changed in place.
+uint32_t version_of(const at::Tensor& tensor) {
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
 }  // namespace
 
 bool Slots::lies_in_buffer(const at::Tensor& grad) const {
@@ -130,21 +136,30 @@ void Slots::divide(size_t first, size_t last) {
   last_own_ = last;
 }
 
-// Two gradients may lie in the same memory: of x + y, or views of one tensor. Then a sum that is
-// written to one of them would change what the other one brings.
-bool Slots::may_stay(
-    const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
+bool Slots::may_stay(const std::vector<at::Tensor>& grads, const std::vector<bool>& present) const {
   if (!is_divided_ || first_own_ == last_own_ || at::GradMode::is_enabled()) {
     return false;
   }
   const auto* buffer = static_cast<const char*>(values_.const_data_ptr());
   for (size_t k = first_own_; k < last_own_; ++k) {
     const bool is_usual = present[k] && grads[k].defined() && is_row(places_[k], grads[k], buffer);
-    if (!is_usual || grads[k].storage().use_count() != 1) {
+    if (!is_usual) {
       return false;
     }
   }
   return true;
+}
+
+int64_t Slots::settle() {
+  for (size_t k = 0; k < stayed_.size(); ++k) {
+    if (version_of(stayed_[k]) != versions_[k]) {
+      return static_cast<int64_t>(first_own_ + k);
+    }
+  }
+  if (!have_stayed()) {
+    complete();
+  }
+  return -1;
 }
 
 // Whether all of them are still in .grad, and in memory of their own.
@@ -221,6 +236,8 @@ bool Slots::flatten(
   copy_in(slots, from, scale);
   if (stays) {
     stayed_.assign(grads.begin() + first_own_, grads.begin() + last_own_);
+    versions_.resize(stayed_.size());
+    std::transform(stayed_.begin(), stayed_.end(), versions_.begin(), version_of);
     stayed_scale_ = scale;
   }
   return true;

@@ -51,12 +51,17 @@ class Slots {
 
   // Divided steps, before any gradient comes: the slots [first, last) are this rank's share of a
   // buffer in shared memory. Nobody else reads its gradients there, so `flatten` leaves them in
-  // .grad, if nobody else has their memory, and `offer_share` adds them up from there. The others
-  // are what other ranks need: `copy_now` copies each one, and lets go of it at once, so that the
-  // next gradient gets its memory, which the cache still has.
+  // .grad, and `offer_share` adds them up from there. The others are what other ranks need:
+  // `copy_now` copies each one, and lets go of it at once, so that the next gradient gets its
+  // memory, which the cache still has.
   void divide(size_t first, size_t last);
   // Brings to the buffer what `flatten` has left in .grad.
   void complete();
+  // The same, if a gradient of them was replaced, or if something else lies in its memory: the
+  // gradients of x + y are one tensor, or views of it. Then a sum that is written to one of them
+  // would change what the other one brings. So this goes before the sum of any bucket. Returns the
+  // slot of a gradient that was changed in place since, and does nothing then; else -1.
+  int64_t settle();
 
   // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
@@ -121,6 +126,7 @@ class Slots {
   size_t first_own_ = 0;
   size_t last_own_ = 0;
   std::vector<at::Tensor> stayed_;  // the gradients of the share that the buffer does not have
+  std::vector<uint32_t> versions_;  // that they had then
   double stayed_scale_ = 1;         // by which they are to be multiplied
 };
 

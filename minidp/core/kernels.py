@@ -208,7 +208,7 @@ def add_natively(left: Tensors, right: Tensors, to: Tensors | None = None) -> bo
 def copy_each(to: list[Tensor], values: list[Tensor]) -> None:
     """Copy ``values[k]`` to ``to[k]``, by the extension if it can, without a history.
 
-    Each pair has one shape. The extension writes past the cache what does not fit there.
+    Each pair has one shape. What does not fit into the cache goes past it.
     """
     extension = extension_for(to)
     if extension is not None:

@@ -378,6 +378,8 @@ class Reducer:
             else:
                 self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
+                for bucket in self.queue.buckets:  # .grad may be changed meanwhile
+                    bucket.complete()
 
     def _fill_in_missing(self) -> None:
         """Contribute ``.grad``, or zeros, for each missing gradient.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minidp.core import DenseBucket, Slots
+from minidp.errors import GradientError, explain
 from minidp.layout import BucketPlan
 from minidp.shared_memory import SharedBuffer
 
@@ -99,6 +100,30 @@ class ShardedBucket(DenseBucket):
         if takes and native is not None:
             takes = native.offer_share(own.start, own.stop, self.scale)
         shared.into = native if takes else None
+
+    def settle(self) -> None:
+        """Bring own gradients to the buffer whose memory is not theirs alone.
+
+        It must be called for all buckets before the first one is summed, because a sum
+        that is written to ``.grad`` may be written to another gradient, too.
+
+        Raises:
+            GradientError: One was changed in place since the bucket is full.
+        """
+        if not self._is_divided or self.native is None:
+            return
+        changed = self.native.settle()
+        if changed >= 0:
+            raise GradientError(
+                explain(
+                    self.communicator.rank,
+                    "A gradient was changed in place while its backward was still "
+                    "running, after its bucket was on its way to the other ranks.",
+                    names=[self.names[changed]],
+                    remedy="change it in a hook of its own parameter "
+                    "(register_post_accumulate_grad_hook), or after the backward",
+                )
+            )
 
     def complete(self) -> None:
         """Bring own gradients to the buffer, too."""

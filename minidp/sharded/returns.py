@@ -159,7 +159,6 @@ class Return:
         self.brings_values = bool(self._params)  # or this rank only sends
         self.is_awaited = False
         self._room = room
-        self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
         self._works: list[comm.Work] = []
         self._start()
 

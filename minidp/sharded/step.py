@@ -202,6 +202,12 @@ class ShardedStep(Observer):
                 found.append(param if param.ndim == 0 else param[:_SAMPLE_ROWS])
         return found
 
+    def finishing(self, *, applies_grads: bool) -> None:
+        """Look which gradients may take sums in their place."""
+        for bucket in self._reducer.queue.buckets:
+            if isinstance(bucket, ShardedBucket):
+                bucket.settle()
+
     def finished(self) -> None:
         """Note the averages of this rank's share."""
         if self._overflows is not None:
