@@ -271,6 +271,8 @@ class Return:
 
 
 def _write(places: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-    for place, values in zip(places, arrived, strict=True):
-        if len(values):
-            place.copy_(values)
+    # Gradients may lie in the same memory, and somebody may count their changes.
+    with _unsafe_preserve_version_counter(tuple(places)):
+        for place, values in zip(places, arrived, strict=True):
+            if len(values):
+                place.copy_(values)
