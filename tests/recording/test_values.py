@@ -240,8 +240,13 @@ def test_values_that_really_come_in_the_next_forward(ctx, chunk_bytes):
         split = overlap_of(mine, one)
         parts = [getattr(split, name) for name in PHASES.values()]
         assert sum(parts) == pytest.approx(split.seconds)
-        numbers = [each.number for each in split.values]
-        assert sorted(numbers) == [bucket.number for bucket in one.buckets]
+        numbers = sorted(each.number for each in split.values)
+        everything = [bucket.number for bucket in one.buckets]
+        if one is not mine.steps[-1]:
+            assert numbers == everything
+        # What a rank only sends may still be on its way at the end.
+        assert numbers
+        assert {*numbers} <= {*everything}
     last = [each for each in mine.steps[-1].values if each in mine.steps[-2].values]
     assert last  # those of the step before, and more
     assert len(mine.steps[-1].values) > len(last)
