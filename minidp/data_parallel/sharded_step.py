@@ -17,7 +17,6 @@ from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
 from minidp.replica import verify
 from minidp.sharded import (
-    Owners,
     ShardedStep,
     balanced,
     check_copy,
@@ -30,6 +29,8 @@ from minidp.sharded import (
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
+
+_COMPARING = "comparing what the ranks pass to sharded_step"
 
 
 def sharded_step(  # noqa: D417 -- self: a method
@@ -85,7 +86,8 @@ def sharded_step(  # noqa: D417 -- self: a method
             check_mark(optimizer.param_groups, owners, reducer.rank)
             check_copy(optimizer, owners, reducer.rank)
     except Exception as error:
-        verify.verify(error, group, device)
+        with reducer.communicator.blocking(_COMPARING):
+            verify.verify(error, group, device)
         raise
     texts = {
         f"optimizer {number}": type(each).__name__
@@ -95,7 +97,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts |= {f"optimizer of {n}": str(s) for n, s in zip(names, steppers, strict=True)}
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
-    verify.verify(texts, group, device)
+    with reducer.communicator.blocking(_COMPARING):
+        verify.verify(texts, group, device)
     self._sharded = ShardedStep(
         reducer, optimizers, owners, allow_changes=allow_changes, scales=scales
     )
@@ -163,8 +166,8 @@ def clip_grad_norm_(  # noqa: D417 -- self: a method
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 -- as torch's
+    foreach: bool | None = None,  # noqa: FBT001
 ) -> Tensor:
     """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
 

@@ -49,9 +49,9 @@ _TEXTS = {
     Problem.LOCAL: "the step runs inside no_sync()",
     Problem.CLOSURE: "step() has a closure",
     Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
-    Problem.MIXED: "a backward added gradients to averages that were still in .grad; "
-    "but only the owner of a parameter has its average, so that the sum is no mean over "
-    "the ranks",
+    Problem.MIXED: "a backward added gradients to averages that were still in .grad, "
+    "where only the owner of a parameter has its average: the sum is no mean over the "
+    "ranks",
     Problem.MOVED: "an optimizer has got parameters, perhaps by add_param_group, that "
     "sharded_step knows as those of another optimizer",
 }

@@ -96,7 +96,7 @@ class Overflows:
                 params[number].grad = self._stand_ins[number]
 
     def _choose(self, owners: Owners, stepper: int) -> int:
-        """Return the smallest parameter of an optimizer, of this rank if it owns any."""
+        """Return the smallest parameter of an optimizer, an own one if there is any."""
         everybody = [i for i, each in enumerate(owners.stepper) if each == stepper]
         sizes = {i: self._params[i].numel() for i in self._own[stepper] or everybody}
         not_empty: Iterable[int] = [i for i in sizes if sizes[i]] or sizes

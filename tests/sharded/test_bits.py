@@ -83,7 +83,7 @@ def batch(ctx, step):
     return torch.randn(4, 3, generator=generator)
 
 
-def train(ctx, ours, name, options, how):
+def train(ctx, ours, name, options, how):  # noqa: C901 -- a loop with all options
     torch.manual_seed(3)
     net = Net()
     kind = DataParallel if ours else DistributedDataParallel

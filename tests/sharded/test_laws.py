@@ -58,7 +58,7 @@ def optimizers_of(case: Case, params: list[Any]) -> list[Any]:
     return found
 
 
-def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:
+def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
     """Return what this rank saw, and the parameters at the end."""
     is_ours = kind is DataParallel
     module = Patchwork(case.model)
