@@ -19,15 +19,10 @@ GPU it is torch.cuda.max_memory_allocated.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
-import os
-import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +39,7 @@ from support.baselines import (
     torch_knows,
 )
 from support.charts import OURS, THEIRS, Bar, Words, colour_of, draw_bars
+from support.memory import memory_of
 from support.models import MODELS, Net, make
 from support.ranks import run_ranks
 from support.report import Report, command_line, table
@@ -55,9 +51,6 @@ from minidp import comm_hooks
 from minidp.console import say_progress
 
 STEPS = 3  # DDP rebuilds its buckets after the first
-SAMPLE_SECONDS = 0.0002
-M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4  # of glibc's mallopt
-LARGE = 2**16  # bytes: pieces from here on go back to the system when freed
 OPTIONS: dict[str, dict[str, Any]] = {  # of both
     "default": {},
     "bucket_cap_mb=1": {"bucket_cap_mb": 1},
@@ -123,7 +116,7 @@ def measure(
         if dist.get_rank() == 0:
             say_progress(f"{model}, {number} of {len(queue)}: {each.name}")
         gc.collect()
-        history = _history(functools.partial(_train, each, net, where))
+        history = memory_of(functools.partial(_train, each, net, where))
         most = torch.tensor(history)
         where.reduce(most, dist.ReduceOp.MAX)
         found[each.name] = Memory(*map(int, most))
@@ -139,53 +132,6 @@ def _train(implementation: Implementation, net: Net, where: Where) -> Contestant
         contestant.warm_up([each.to(where.device) for each in data])
     where.barrier()
     return contestant
-
-
-def _history(action: Callable[[], object]) -> tuple[int, int]:
-    """Run an action. Return its peak of memory, and what is in use at its end."""
-    if torch.cuda.is_initialized():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        kept = action()
-        peak = torch.cuda.max_memory_allocated()
-        after = torch.cuda.memory_allocated()
-    else:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 2**20)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
-        libc.malloc_trim(0)
-        before, is_over = _resident(), threading.Event()
-        samples = [before]
-
-        def sample() -> None:
-            while not is_over.wait(SAMPLE_SECONDS):
-                samples.append(_resident())
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        try:
-            kept = action()
-        finally:
-            is_over.set()
-            sampler.join()
-        after = _resident()
-        peak = max(*samples, after)
-    del kept
-    return max(0, peak - before), max(0, after - before)
-
-
-def _resident() -> int:
-    """Return this process's resident bytes, without other ranks' shared buckets.
-
-    Own shared buckets are those whose files we hold open; a rank closes the others'.
-    """
-    status = Path("/proc/self/status").read_text()
-    found = int(re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # what listed the folder is closed again
-            if os.readlink(path).startswith("/memfd:minidp"):
-                found += path.stat().st_blocks * 512
-    return found
 
 
 # -- what it means ---------------------------------------------------------------------

@@ -5,8 +5,10 @@
     python benchmarks/sharded_step.py --smoke           # does it run? no numbers
 
 A step is forward, backward, optimizer.step() and zero_grad(), with AdamW, on two ranks
-of this machine with one thread each. Everybody takes it in turn, in the same processes,
-each on weights of its own; a round has one step of each, in an order that rotates.
+of this machine with one thread each. Everybody takes turns, in the same processes, each
+on weights of its own; a round has one turn of each, in an order that rotates. A turn is
+four steps, and ends when all values of parameters are there: what one step leaves to
+the next one is in the time, too.
 
 Cells:
   layers    MLP, 24 layers of 4 MiB
@@ -14,16 +16,21 @@ Cells:
   gpt2      the parameters of GPT-2 small, 475 MiB, likewise
   link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory
 
-Columns: the step on the slowest rank, its ratio to torch's DDP with AdamW in the same
-round, the optimizer's state on the rank that has most of it, and the number of weights
-that differ from those of torch's DDP at the end (not 0: exit status 1).
+Columns: a step's share of a turn on the slowest rank, its ratio to torch's DDP with
+AdamW in the same round, the optimizer's state on the rank that has most of it, the peak
+of memory beyond the weights in the first steps, and the number of weights that differ
+from those of torch's DDP at the end (not 0: exit status 1). On the link there is also
+the bound of any DDP: no layout of buckets could end a backward earlier whose gradients
+come when those of torch's DDP came (support/bound.py).
 
 Targets: with a divided step at most 0.45 of torch's DDP with AdamW, 0.40 of torch's DDP
-with ZeroRedundancyOptimizer, and 0.70 of torch's DDP on the link.
+with ZeroRedundancyOptimizer, and less memory; on the link 0.70 of torch's DDP, and less
+than the bound.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -34,13 +41,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.estimates import Estimate, ratio
+from support.bound import BoundWatcher
+from support.estimates import Estimate, Times, ratio
 from support.links import Link, why_not
+from support.memory import memory_of
 from support.models import NETS, Mlp, Net, make
 from support.ranks import run_ranks
 from support.report import (
     CPU_BACKEND,
-    TIMED,
     Report,
     Verdict,
     command_line,
@@ -60,7 +68,9 @@ PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
 SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
 LINK = Link(1.0)
-WARM_UP = 4
+TIMES = "forward, backward, optimizer.step() and zero_grad()"
+WARM_UP = 2  # turns
+STEPS = 4  # of a turn
 LIMITS = {TORCH: 0.45, ZERO: 0.40}
 LIMIT_ON_LINK = 0.70
 Made = tuple[nn.Module, Optimizer]
@@ -109,8 +119,9 @@ CELLS: dict[str, tuple[str, ...]] = {
 class Found(NamedTuple):
     """What was measured of one implementation."""
 
-    times: np.ndarray[Any, Any]  # seconds, by round, on the slowest rank
+    times: Times  # seconds of a step, by round, on the slowest rank
     state: int  # bytes on the rank that has most
+    peak: int  # bytes beyond the weights, likewise
     wrong: int
 
 
@@ -146,30 +157,64 @@ def _state_bytes(optimizer: Any) -> int:
     return int(most)
 
 
-def _step(made: Made, data: tuple[torch.Tensor, ...]) -> float:
-    """Take a step; return how long it took on the slowest rank."""
+def _turn(made: Made, data: Any, watcher: BoundWatcher | None = None) -> float:
+    """Take some steps; return how long one took on the slowest rank."""
     model, optimizer = made
     dist.barrier()
     start = time.perf_counter()
-    model(*data).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
+    for _ in range(STEPS):
+        begin_ns = time.perf_counter_ns()
+        model(*data).backward()
+        if watcher is not None:
+            watcher.end_step(begin_ns)
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in model.parameters():
+        param.detach()  # waits for values that are on their way
+    took = (time.perf_counter() - start) / STEPS
+    return float(_most(took))
 
 
-def _measure(cell: str, seconds: float, *, smoke: bool) -> tuple[str, dict[str, Found]]:
-    """Measure one cell, on every rank."""
+def _most(value: float) -> torch.Tensor:
+    """Return the largest value among the ranks."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
+
+
+def _peaks(cell: str, *, smoke: bool) -> dict[str, int]:
+    """Return the peak of memory beyond the weights of each implementation."""
+    found = {}
+    # The first one is measured twice: what torch and Gloo keep for good is there then.
+    for name in (TORCH, *CELLS[cell]):
+        net = _net(cell, smoke=smoke)
+        data = net.data(torch.Generator().manual_seed(0))
+
+        def train(name: str = name, net: Net = net, data: Any = data) -> object:
+            made = EVERYONE[name](net)
+            _turn(made, data)
+            return made
+
+        gc.collect()
+        found[name] = int(_most(memory_of(train)[0]))
+    return found
+
+
+def _measure(
+    cell: str, seconds: float, *, smoke: bool
+) -> tuple[str, dict[str, Found], Times | None]:
+    """Measure one cell, on every rank: its title, what was found, and the bound."""
     if cell == "link":
         os.environ["MINIDP_SHARED_MEMORY"] = "0"
     names = CELLS[cell]
+    peaks = _peaks(cell, smoke=smoke)
     made: dict[str, Made] = {}
     nets: dict[str, Net] = {}
     for name in names:
         torch.manual_seed(0)
         nets[name] = _net(cell, smoke=smoke)
         made[name] = EVERYONE[name](nets[name])
+    watcher = BoundWatcher(nets[TORCH], LINK) if cell == "link" else None
     times: dict[str, list[float]] = {name: [] for name in names}
     generator = torch.Generator().manual_seed(dist.get_rank())
     fewest = 2 if smoke else 10
@@ -178,7 +223,7 @@ def _measure(cell: str, seconds: float, *, smoke: bool) -> tuple[str, dict[str, 
         data = nets[TORCH].data(generator)
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
-            took = _step(made[name], data)
+            took = _turn(made[name], data, watcher if name == TORCH else None)
             if number >= WARM_UP:
                 times[name].append(took)
         number += 1
@@ -193,13 +238,23 @@ def _measure(cell: str, seconds: float, *, smoke: bool) -> tuple[str, dict[str, 
         pairs = zip(nets[name].parameters(), weights, strict=True)
         wrong = sum(int((p != w).sum()) for p, w in pairs)
         state = _state_bytes(made[name][1])
-        found[name] = Found(np.array(times[name]), state, wrong)
-    return nets[TORCH].title, found
+        found[name] = Found(np.array(times[name]), state, peaks[name], wrong)
+    bounds = None
+    if watcher is not None:
+        each_round = watcher.result().reshape(-1, STEPS)[WARM_UP:]
+        bounds = each_round.mean(axis=1)
+    return nets[TORCH].title, found, bounds
 
 
-def _report(cell: str, title: str, found: dict[str, Found], report: Report) -> None:
+def _report(
+    cell: str,
+    title: str,
+    found: dict[str, Found],
+    bounds: Times | None,
+    report: Report,
+) -> None:
     columns = ["implementation", "step, ms\nmedian", "\np10-p90"]
-    columns += [f"step /\n{TORCH} (95%)", "state,\nMiB", "#wrong"]
+    columns += [f"step /\n{TORCH} (95%)", "state,\nMiB", "peak,\nMiB", "#wrong"]
     rows = []
     for name, each in found.items():
         low, middle, high = np.percentile(each.times * 1000, [10, 50, 90])
@@ -210,20 +265,34 @@ def _report(cell: str, title: str, found: dict[str, Found], report: Report) -> N
                 f"{low:.1f}-{high:.1f}",
                 str(_ratio(found, name, TORCH)),
                 f"{each.state / MIB:.1f}",
+                f"{each.peak / MIB:.1f}",
                 str(each.wrong),
             ]
         )
+    if bounds is not None:
+        bound = f"{1e3 * float(np.median(bounds)):.1f}"
+        over = str(ratio(bounds, found[TORCH].times))
+        rows.append(["bound of any DDP, without AdamW", bound, "", over, "", "", ""])
     place = f"2 ranks on a {LINK} link" if cell == "link" else "2 ranks"
     rounds = f"{len(found[TORCH].times)} rounds"
     report.show(table(f"{title}; {place}", rounds, columns, rows))
     report.count_wrong(each.wrong for each in found.values())
+    report.judge(_verdicts(cell, found, bounds))
+
+
+def _verdicts(
+    cell: str, found: dict[str, Found], bounds: Times | None
+) -> list[Verdict]:
+    name = SMALL if cell == "link" else SHARDED
     limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
-    report.judge(
-        [
-            Verdict(f"{cell}: step / {base}", _ratio(found, SHARDED, base), limit)
-            for base, limit in limits.items()
-        ]
-    )
+    verdicts = [
+        Verdict(f"{cell}: {name} / {base}", _ratio(found, name, base), limit)
+        for base, limit in limits.items()
+    ]
+    if bounds is not None:
+        over_bound = ratio(found[name].times, bounds)
+        verdicts.append(Verdict(f"{cell}: {name} / bound", over_bound, 1.0))
+    return verdicts
 
 
 def _ratio(found: dict[str, Found], name: str, base: str) -> Estimate:
@@ -235,7 +304,7 @@ def main() -> int:
     parser = command_line(__doc__, seconds=40)
     parser.add_argument("--cells", default=",".join(CELLS), help="comma-separated")
     args = parser.parse_args()
-    report = Report(args, "Divided steps", backend=CPU_BACKEND, timed=TIMED)
+    report = Report(args, "Divided steps", backend=CPU_BACKEND, timed=TIMES)
     results = {}
     for cell in args.cells.split(","):
         link = LINK if cell == "link" else None
@@ -244,14 +313,14 @@ def main() -> int:
             continue
         if args.smoke and cell in ("resnet50", "gpt2"):
             continue
-        title, found = run_ranks(
+        title, found, bounds = run_ranks(
             _measure_smoke if args.smoke else _measure_all,
             2,
             cell,
             args.seconds,
             link=link,
         )
-        _report(cell, title, found, report)
+        _report(cell, title, found, bounds, report)
         results[cell] = {
             name: {"seconds": each.times.tolist(), "state": each.state}
             for name, each in found.items()

@@ -67,11 +67,13 @@ class Returns:
         Raises:
             CollectiveError: Another rank does not send its share.
         """
-        if self._are_awaited:
-            for each in self._open:
-                each.let_wait(self._finish)
+        if not self._are_awaited:
+            self.finish()
+            return
+        for each in self._open:
+            each.let_wait(self._finish)
         for each in [*self._open]:
-            if not each.is_awaited:
+            if each.brings_values and not each.is_awaited:
                 self._finish(each)
 
     def finish(self, stepper: int | None = None) -> None:
@@ -152,6 +154,7 @@ class Return:
             for k in stretch.slots
         ]
         self._params: list[nn.Parameter] = [bucket.params[k] for k in self._slots]
+        self.brings_values = bool(self._params)  # or this rank only sends
         self.is_awaited = False
         self._room = room
         self._works: list[comm.Work] = []
