@@ -76,3 +76,77 @@ def test_bounds_that_are_no_shares(bounds):
     library = native.library()
     with pytest.raises(ValueError, match="not a share for each rank"):
         library.SharedMemory(0, 2, [(10, torch.float32, None, bounds)])
+
+
+SIZES = [3, 700, 1, 2000, 1025, 17]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+)
+def test_own_gradients_are_added_up_where_they_lie(dtype, scale, size):
+    """The buffer has no values of the own share, and the sums are those of the buffers.
+
+    The slots in the middle are the share of rank 1.
+    """
+    library = native.library()
+    ends = torch.tensor(SIZES).cumsum(0).tolist()
+    bounds = (0, ends[1], *([ends[4]] if size == 3 else []), ends[-1])
+    last = 5 if size == 3 else 6
+    shape = (ends[-1], dtype, None, bounds)
+    made = [library.SharedMemory(rank, size, [shape]) for rank in range(size)]
+    for rank, memory in enumerate(made):
+        for peer, other in enumerate(made):
+            if peer != rank:
+                path = f"/proc/{os.getpid()}/fd/{other.descriptor}"
+                memory.connect(peer, path, other.token)
+    values = [torch.randn(ends[-1]).to(dtype) for _ in range(size)]
+    for memory, each in zip(made, values, strict=True):
+        memory.buffer(0).copy_(each * (1 / size))
+    buffer = made[1].buffer(0)
+    buffer[bounds[1] : bounds[2]] = torch.nan
+    params = [torch.zeros(n, dtype=dtype) for n in SIZES]
+    slots = library.Slots(params, [*buffer.split(SIZES)], buffer, as_view=False)
+    slots.divide(2, last)
+    with torch.no_grad():
+        for k, (param, each) in enumerate(
+            zip(params, values[1].split(SIZES), strict=True)
+        ):
+            param.grad = each.clone()
+            assert slots.copy_now(k, param.grad, 1 / size) == (not 2 <= k < last)
+        own = [param.grad for param in params[2:last]]
+        assert [param.grad is None for param in params[:2]] == [True] * 2
+        states = [None if 2 <= k < last else ... for k in range(len(SIZES))]
+        arrived = [params[k].grad if s is None else s for k, s in enumerate(states)]
+        assert slots.flatten(arrived, size)
+        assert slots.settle() == -1
+        for memory in made:
+            memory.post(0)
+        assert slots.offer_share(2, last, scale)
+        assert made[1].wait(0, 1.0, slots)
+        assert slots.has_taken_share()
+    expected = values[0] * (1 / size)
+    for each in values[1:]:
+        expected += each * (1 / size)
+    expected = (expected * scale)[bounds[1] : bounds[2]]
+    assert torch.equal(torch.cat(own), expected)
+    assert all(p.grad is g for p, g in zip(params[2:last], own, strict=True))
+    assert buffer[bounds[1] : bounds[2]].isnan().all()
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_scaled_copy_past_the_cache_has_the_same_bits(dtype, numel):
+    """Neither end of the target need lie where a cache line begins."""
+    library = native.library()
+    large = torch.zeros(2**25 // dtype.itemsize, dtype=dtype)  # past the cache, then
+    for start in range(4):
+        view = large[start : start + numel]
+        source = torch.randn(numel).to(dtype)
+        library.flatten([view], [source], 0.3)
+        assert torch.equal(view, source * 0.3)
+        assert not large[start + numel : start + numel + 64].any()
+        assert not large[:start].any()
+        view.zero_()
