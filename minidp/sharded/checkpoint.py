@@ -65,12 +65,16 @@ def check_mark(groups: list[dict[str, Any]], owners: Owners, rank: int) -> None:
 
 
 class Copied(NamedTuple):
-    """What an optimizer is a copy of, as its attribute of the name `MARK`."""
+    """What an optimizer is a copy of, as its attribute of the name `MARK`.
+
+    It may also be the divided optimizer itself, whose wrapper is gone (`leave_share`).
+    """
 
     mark: str  # of the share
     rank: int
     state: dict[Any, Any]  # the copy's own, until another one is loaded
     is_part: bool  # whether that was a part of a state, and no empty one
+    is_left: bool = False  # the optimizer is no copy, but nobody divides its steps now
 
 
 def mark_copies(
@@ -109,6 +113,15 @@ def mark_copies(
     vars(optimizer)["__getstate__"] = state_of_copy
 
 
+def leave_share(reference: weakref.ref[Optimizer], owners: Owners, rank: int) -> None:
+    """Mark an optimizer whose steps nobody divides any more: it has one share only."""
+    optimizer = reference()
+    if optimizer is not None and optimizer.state and owners.size > 1:
+        mark = mark_of(owners, rank)
+        left = Copied(mark, rank, optimizer.state, is_part=True, is_left=True)
+        vars(optimizer)[MARK] = left
+
+
 def _keeps_nothing(optimizer: Optimizer) -> bool:
     is_plain = type(optimizer) is torch.optim.SGD
     return is_plain and not any(group["momentum"] for group in optimizer.param_groups)
@@ -123,21 +136,35 @@ def _share_of(optimizer: Optimizer) -> Copied | None:
 
 
 def refuse_copy(optimizer: Optimizer) -> None:
-    """Refuse the step of a copy of an optimizer that has the state of one share only.
+    """Refuse the step of an optimizer that has the state of one share only.
+
+    It is a copy, or its wrapper is gone.
 
     Raises:
         ShardedStepError: It is one. All ranks that have made the copy raise it.
     """
     if (share := _share_of(optimizer)) is not None:
+        name = type(optimizer).__name__
+        what, remedy = (
+            f"A copy of a divided {name} steps",
+            "call sharded_step(copied_optimizer) on the copied wrapper, too, before "
+            "its first backward; or load the whole state into the copy: "
+            "model.whole_optimizer_state(optimizer)",
+        )
+        if share.is_left:
+            what, remedy = (
+                f"{name} steps, but the wrapper is gone that has divided it",
+                "load the whole state, which model.whole_optimizer_state(optimizer) "
+                "collects while the wrapper lives; or make a new optimizer; or divide "
+                "it again, by sharded_step of a new wrapper on as many ranks",
+            )
         raise ShardedStepError(
             explain(
                 share.rank,
-                f"A copy of a divided {type(optimizer).__name__} steps, but nothing "
-                "divides its steps, and it has the state of one share only.",
+                f"{what}: nothing divides its steps, and it has the state of one share "
+                "only.",
                 found=f"the share of {share.mark}",
-                remedy="call sharded_step(copied_optimizer) on the copied wrapper, "
-                "too, before its first backward; or load the whole state into the "
-                "copy: model.whole_optimizer_state(optimizer)",
+                remedy=remedy,
             )
         )
 

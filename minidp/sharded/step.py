@@ -36,7 +36,7 @@ from minidp.replica import digest_of
 from .agreement import Act, Agreement, Intent, Problem
 from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
-from .checkpoint import hook_state, mark_copies, refuse_copy
+from .checkpoint import hook_state, leave_share, mark_copies, refuse_copy
 from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
@@ -120,6 +120,8 @@ class ShardedStep(Observer):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
             mark_copies(optimizer, owners, rank, number, _counter_of(self))
+            left = weakref.ref(optimizer), owners, rank
+            weakref.finalize(self, leave_share, *left).atexit = False
 
     # -- a backward --------------------------------------------------------------------
 

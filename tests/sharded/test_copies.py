@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import minidp
 from minidp import DataParallel
 from minidp.errors import ShardedStepError
 from tests.support.both import same
@@ -154,3 +157,36 @@ def test_copies_when_the_wrapper_is_gone(ctx):
     del ddp
     copied = copy.deepcopy(optimizer)
     assert "minidp_share" not in vars(copied)
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+@on_ranks(2)
+def test_an_optimizer_whose_wrapper_is_gone(ctx, detaches):
+    for make, then in [(adam, ""), (adam, "loads"), (adam, "divides"), (sgd, "")]:
+        net = net_of(0)
+        if detaches:
+            wrapper, model = minidp.attach(net, process_group=ctx.group), net
+        else:
+            wrapper = model = DataParallel(net, process_group=ctx.group)
+        optimizer = make(net.parameters())
+        wrapper.sharded_step(optimizer)
+        for number in range(2):
+            step(ctx, model, optimizer, number)
+        state = wrapper.whole_optimizer_state(optimizer)
+        if detaches:
+            wrapper.detach()
+        del wrapper, model
+        gc.collect()
+        if then == "loads":
+            box = [state]
+            dist.broadcast_object_list(box, group=ctx.group, group_src=0)
+            optimizer.load_state_dict(box[0])
+        if then == "divides":
+            model = DataParallel(net, process_group=ctx.group)
+            model.sharded_step(optimizer)
+            step(ctx, model, optimizer, 3)
+        elif make is sgd or then:
+            step(ctx, net, optimizer, 3)
+        else:
+            with pytest.raises(ShardedStepError, match="wrapper is gone"):
+                step(ctx, net, optimizer, 3)
