@@ -158,6 +158,10 @@ class Attachment:
         """Collect all shares, as `DataParallel.whole_optimizer_state` does."""
         return self.data_parallel.whole_optimizer_state(optimizer, to)
 
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> Any:
+        """Return what DCP saves, as `DataParallel.sharded_optimizer_state` does."""
+        return self.data_parallel.sharded_optimizer_state(optimizer)
+
     def reset(self, *, copy_from: int | None = None) -> None:
         """Recover from a failed backward on all ranks, as `DataParallel.reset` does."""
         self.data_parallel.reset(copy_from=copy_from)

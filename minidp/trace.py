@@ -11,6 +11,15 @@ Whoever wants to be told is an `Observer` of the core. A bucket goes through the
         |                '- its last gradient is here
         '- its first gradient is here (reliably only while there is a recorder)
 
+If ranks divide the optimizer's step (`sharded_step`), the new values of a bucket's
+parameters come back from their owners after it, and these events follow::
+
+    VALUES_STARTED --- VALUES_SENT - - - VALUES_AWAITED --- VALUES_BACK
+        |                  |                   |                '- in the parameters
+        |                  |                   '- this rank waits for them
+        |                  '- this rank does other things
+        '- this rank begins to send its share of them
+
 On a device the host tells of an event when it has queued the work. The times are those
 at which the device gets there, which are known, at the latest, when somebody asks.
 
@@ -42,6 +51,11 @@ class Moment(Enum):
     LAUNCHED = "launched"
     DONE = "done"
     COPIED_OUT = "copied out"
+    # Of divided steps only. Of one bucket they come again for each optimizer.
+    VALUES_STARTED = "values started"
+    VALUES_SENT = "values sent"
+    VALUES_AWAITED = "values awaited"
+    VALUES_BACK = "values back"
 
 
 class StepEvent(Enum):

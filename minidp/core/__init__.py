@@ -52,7 +52,7 @@ from .autograd import (
     zeros_for,
 )
 from .averaging import Averaging
-from .bucket import Bucket, BucketState, Slots
+from .bucket import Bucket, BucketState, Slots, traced
 from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
 from .exchange import Exchange
@@ -115,6 +115,7 @@ __all__ += [
 ]
 __all__ += [
     "reachable_nodes",
+    "traced",
     "untraced",
     "untraced_itself",
     "weighted",

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -54,18 +54,26 @@ Slots = Collection[int]  # numbers of slots in a bucket
 _FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
 
 
-def _traced(
+class _Traceable(Protocol):
+    """What has methods that are `traced`."""
+
+    observers: Observers
+    plan: BucketPlan
+
+
+def traced(
     doing: str, *, before: Moment | None = None, after: Moment | None = None
 ) -> Callable[[Method], Method]:
-    """Decorate a method of `Bucket` that does one of its steps.
+    """Decorate a method that does one of the steps of a bucket.
 
-    Each call has a `label` in torch.profiler. Observers with `sees_times` get one event
-    ``before`` the call, and another one ``after`` it, unless it raises.
+    Its object has the ``observers``, and the ``plan`` of the bucket. Each call has a
+    `label` in torch.profiler. Observers with `sees_times` get one event ``before`` the
+    call, and another one ``after`` it, unless it raises.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def with_events(self: Bucket, *args: Any, **options: Any) -> Any:
+        def with_events(self: _Traceable, *args: Any, **options: Any) -> Any:
             if not (self.observers.is_timed or is_profiling()):
                 return method(self, *args, **options)
             if before is not None:
@@ -121,7 +129,7 @@ class Bucket(ABC):
         """
         return grad
 
-    @_traced("flatten", before=Moment.FULL)
+    @traced("flatten", before=Moment.FULL)
     def flatten(
         self, entries: Entries, factors: DivideFactors, filled: Collection[int] = ()
     ) -> None:
@@ -164,7 +172,7 @@ class Bucket(ABC):
         """
 
     # The event comes first: the collective may be over when this thread runs again.
-    @_traced("launch", before=Moment.LAUNCHED)
+    @traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
         """Start the all-reduce of the payload, or call the comm hook, without waiting.
 
@@ -204,7 +212,7 @@ class Bucket(ABC):
             accelerator.NO_CONTEXT if self.streams is None else self.streams.launching()
         )
 
-    @_traced("wait")
+    @traced("wait")
     def wait(self, doing: str) -> None:
         """Wait for `work`, copy a hook's result to the payload, and enter REDUCED.
 
@@ -221,7 +229,7 @@ class Bucket(ABC):
         self.work = None
         self._advance(BucketState.REDUCED)
 
-    @_traced("copy out", after=Moment.COPIED_OUT)
+    @traced("copy out", after=Moment.COPIED_OUT)
     def copy_out(self, untouched: Slots = ()) -> None:
         """Write averages to ``.grad``, but not for ``untouched`` slots.
 

@@ -29,8 +29,8 @@ Whoever only wants to know when things happen has `sees_times`. It gets the even
 `minidp.trace` lists: those of a bucket by `on_bucket_event`, those of a step by
 `on_step_event`. What runs for each gradient or bucket asks `Observers.is_timed` first,
 because even a call for nobody costs time. Not all events come from the core: the
-wrapper sends where its forward begins, the loop over logical ranks its turns, and the
-guard where an optimizer steps.
+wrapper sends where its forward begins, the loop over logical ranks its turns, the guard
+where an optimizer steps, and divided steps when values of parameters come back.
 
 Who observes what:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,10 @@ from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
 from minidp.replica import verify
 from minidp.sharded import (
-    Owners,
+    OptimizerShare,
     ShardedStep,
     balanced,
+    check_copy,
     check_mark,
     check_optimizers,
     is_divided,
@@ -28,6 +30,8 @@ from minidp.sharded import (
 
 if TYPE_CHECKING:
     from .wrapper import DataParallel
+
+_COMPARING = "comparing what the ranks pass to sharded_step"
 
 
 def sharded_step(  # noqa: D417 -- self: a method
@@ -89,12 +93,12 @@ def sharded_step(  # noqa: D417 -- self: a method
         sizes = [spec.nbytes for spec in reducer.queue.specs]
         owners = balanced(sizes, steppers, group.size())
         scales = grad_scaler is not None and grad_scaler.is_enabled()
-        if scales:
-            _refuse_empty_shares(owners)
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
+            check_copy(optimizer, owners, reducer.rank)
     except Exception as error:
-        verify.verify(error, group, device)
+        with reducer.communicator.blocking(_COMPARING):
+            verify.verify(error, group, device)
         raise
     texts = {
         f"optimizer {number}": type(each).__name__
@@ -105,7 +109,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
     texts["option overlap_param_gather"] = str(overlap_param_gather)
-    verify.verify(texts, group, device)
+    with reducer.communicator.blocking(_COMPARING):
+        verify.verify(texts, group, device)
     self._sharded = ShardedStep(
         reducer,
         optimizers,
@@ -152,6 +157,47 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
     return whole_state(optimizer, self._reducer, to)
 
 
+def sharded_optimizer_state(  # noqa: D417 -- self: a method
+    self: DataParallel, optimizer: Optimizer
+) -> OptimizerShare:
+    """Return what ``torch.distributed.checkpoint`` saves and loads of an optimizer.
+
+    Each rank writes the share of the state that it keeps (`sharded_step`), and reads
+    the one that it will keep, also if the number of ranks is another one. All ranks
+    call these together::
+
+        state = {"model": net, "optimizer": model.sharded_optimizer_state(optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)  # perhaps in another job
+
+    Parameters have the names that they have in the module, so ``exp_avg`` of Adam is
+    ``optimizer.state.0.weight.exp_avg`` in the checkpoint. An optimizer whose steps are
+    not divided can save and load the same checkpoints.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        An object with ``state_dict()`` and ``load_state_dict()``, which DCP calls.
+
+    Raises:
+        ShardedStepError: The optimizer has a parameter that is not in the module.
+    """
+    reducer = self._reducer
+
+    def names() -> dict[int, str]:
+        found = {id(p): name for name, p in self.module.named_parameters()}
+        return found | {id(p): name for name, p in reducer.named.items()}
+
+    def foreign() -> set[int]:
+        if self._sharded is None or not is_divided(optimizer):
+            return set()
+        pairs = zip(reducer.params, self._sharded.owners.of, strict=True)
+        return {id(param) for param, owner in pairs if owner != reducer.rank}
+
+    return OptimizerShare(optimizer, reducer, names, foreign)
+
+
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:
     """Tell other ranks that no step has come, before a forward that waits for them."""
     sharded = ddp._sharded  # a copy of the wrapper has none
@@ -159,8 +205,9 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
         rebuilds = ddp._reducer.rebuild_policy.is_due
         if rebuilds:  # it gives up the memory through which values come
             sharded.bring_rest()
-        if rebuilds or ddp.will_sync_module_buffers():
-            sharded.goes_on()
+        sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
+        if rebuilds and ddp.gradient_as_bucket_view:
+            _let_gradients_move(ddp, sharded)
 
 
 def _has_script(ddp: DataParallel) -> bool:
@@ -169,27 +216,24 @@ def _has_script(ddp: DataParallel) -> bool:
     return any(is_script)
 
 
-def _refuse_empty_shares(owners: Owners) -> None:
-    """Refuse a scaler if a rank owns nothing: a scaler needs gradients.
+def _let_gradients_move(ddp: DataParallel, sharded: ShardedStep) -> None:
+    """Let this forward move averages to new buckets, which is no change of theirs."""
+    until_then = ExitStack()
+    until_then.enter_context(sharded.moving())
 
-    Raises:
-        ValueError: A rank owns no parameter of some optimizer.
-    """
-    pairs = set(zip(owners.of, owners.stepper, strict=True))
-    if len(pairs) < owners.size * len(set(owners.stepper)):
-        raise ValueError(
-            "sharded_step does not go with a GradScaler here, because some rank owns "
-            "no parameter of an optimizer, and a scaler needs gradients to look at. "
-            "What to do: leave one of the two out."
-        )
+    def moved(*_: object) -> None:
+        until_then.close()
+        handle.remove()
+
+    handle = ddp.register_forward_hook(moved)
 
 
-def clip_grad_norm_(  # noqa: D417 -- self: a method
+def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch's
     self: DataParallel,
     max_norm: float,
     norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 -- as torch's
+    foreach: bool | None = None,  # noqa: FBT001
 ) -> Tensor:
     """Clip the gradients so that their norm is at most ``max_norm``; return the norm.
 
@@ -201,19 +245,24 @@ def clip_grad_norm_(  # noqa: D417 -- self: a method
         max_norm: The greatest norm that is allowed.
         norm_type: The order of the norm; may be infinity.
         error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
+        foreach: As in torch's function. With `sharded_step`, which knows the CPU only,
+            it makes no difference: neither do the bits there.
 
     Returns:
         The total norm before, as a tensor without dimensions.
 
     Raises:
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or torch
+            cannot calculate it, as that of order infinity of an empty gradient.
+        ShardedStepError: With `sharded_step` some rank does not call it, or with other
+            arguments, or has gradients that were not averaged. All ranks raise it.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
         )
     return self._sharded.clip_grad_norm_(
-        max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
     )
 
 

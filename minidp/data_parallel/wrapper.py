@@ -451,6 +451,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     logical_state = property(logical_ranks.logical_state)
     clip_grad_norm_ = sharded_step.clip_grad_norm_
     whole_optimizer_state = sharded_step.whole_optimizer_state
+    sharded_optimizer_state = sharded_step.sharded_optimizer_state
     sharded_step = sharded_step.sharded_step
     count_items, weigh_loss = items.count_items, items.weigh_loss
     item_totals = property(items.item_totals)

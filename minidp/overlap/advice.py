@@ -89,12 +89,15 @@ def _best_change(found: Analysis) -> Change:
         number = f"{forecast.best_cap()[0]:g}"
         cap, gain = f"bucket_cap_mb={number}", _predicted(step_s, cap_s)
         how = hint_from_outside(bucket_cap_mb=number)
-        advice = f'Use {cap} (or "auto"){how}: {gain}.'
+        either = "" if timelines[0].is_divided else ' (or "auto")'
+        advice = f"Use {cap}{either}{how}: {gain}."
         if forecast.is_one_size:
-            how = hint_from_outside(bucket_cap_mb="auto")
+            if either:
+                how = hint_from_outside(bucket_cap_mb="auto")
+                cap = f'bucket_cap_mb="auto"{how}, or {cap}'
             advice = (
-                f'Try bucket_cap_mb="auto"{how}, or {cap}: {gain}, if small buckets '
-                "are as fast, by the byte, as these, which are all of one size."
+                f"Try {cap}: {gain}, if small buckets are as fast, by the byte, as "
+                "these, which are all of one size."
             )
         return Change(cap_s, advice)
     if half_s >= WORTH * step_s:
@@ -110,12 +113,17 @@ def _best_change(found: Analysis) -> Change:
     return _accumulation(found)
 
 
+def allows_hook(timeline: Timeline) -> bool:
+    """Return whether the model may have a comm hook."""
+    return timeline.where.logical_ranks is None and not timeline.is_divided
+
+
 def _is_compressible(found: Analysis) -> bool:
     first = found.run.ranks[0]
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
     largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
-    # If there is a comm hook, it may compress already. Logical ranks allow none.
-    is_free = not first.where.comm_hook and first.where.logical_ranks is None
+    # If there is a comm hook, it may compress already.
+    is_free = not first.where.comm_hook and allows_hook(first)
     return is_wide and is_free and largest > LATENCY_BYTES
 
 

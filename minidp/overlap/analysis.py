@@ -12,11 +12,19 @@ This happens to one bucket in one step::
 
 *Hidden* is the part of late and wire in which this rank computes its backward or runs
 an optimizer step. *Exposed* is the rest, so hidden + exposed = late + wire.
+
+With divided steps (`sharded_step`) a bucket's new values come back later::
+
+    started     sent               awaited            back
+       |-- busy --|---- hidden ----|------ busy ------|
+
+*Hidden* is the part of it in which this rank is not busy with values, neither with
+these nor with those of another bucket. *Exposed* is the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -24,9 +32,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .skew import Run
-from .timeline import BucketTimes, Span, Step, Timeline
+from .timeline import BucketTimes, Span, Step, Timeline, ValueTimes
 
 TURNS = "logical ranks"  # the row of their turns
+VALUES = "values"  # the row of those that come back to all ranks
+HIDDEN_VALUES, EXPOSED_VALUES = "values, hidden", "values, exposed"  # slices of them
 Spread = tuple[float, float]  # p10 and p90 over steps
 
 
@@ -54,11 +64,28 @@ class BucketOverlap:
 
 
 @dataclass(frozen=True)
+class ValuesOverlap:
+    """The way back of one bucket's values that a step has sent, in seconds."""
+
+    number: int  # of the bucket
+    members: tuple[int, ...]  # parameter indices
+    nbytes: int  # of all members, also of those that this rank sends
+    start_s: float  # from the backward's end until they are started
+    hidden_s: float  # from then on until they are back: while this rank does otherwise
+    exposed_s: float  # the other part of that time
+    waited_s: float  # the part of exposed in which this rank waits for this bucket
+
+
+_VALUE_SECONDS = ("start_s", "hidden_s", "exposed_s", "waited_s")
+
+
+@dataclass(frozen=True)
 class StepOverlap:
     """One step of one rank: its seconds, split into phases, and its buckets.
 
-    `hidden_s` and `late_s` are no phases. Hidden time lies in the backward or in
-    optimizer steps, and late time in hidden and exposed.
+    `hidden_s`, `late_s` and `hidden_values_s` are no phases. Hidden time lies in the
+    backward or in optimizer steps, late time in hidden and exposed, and values may be
+    on their way in any phase.
     """
 
     seconds: float  # from its begin to that of the next step
@@ -71,9 +98,12 @@ class StepOverlap:
     exposed_s: float
     late_s: float  # the part of hidden and exposed that waits for slower ranks
     finish_s: float  # copying the averages out
+    values_s: float  # this rank sends or awaits values; no other phase has this time
+    hidden_values_s: float  # values are on their way, and this rank does other things
     optimizer_s: float
     other_s: float
     buckets: tuple[BucketOverlap, ...]
+    values: tuple[ValuesOverlap, ...]  # those that this step has sent
     step: Step
     timeline: Timeline
 
@@ -103,27 +133,77 @@ def overlap_of(
     local = step.local_backwards
     loop, loop_end = step.begin_ns, max((t.end_ns for t in step.turns), default=0)
     outside = pieces(step.turns, loop, max(loop, loop_end))
+    busy = busy_with(step.values)
+
+    def without_values(seconds: float, spans: Sequence[Span]) -> float:
+        return seconds - common(spans, busy, step.begin_ns, step.end_ns) / 1e9
+
+    optimizer = covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9
+    forward = sum(span.seconds for span in step.forwards)
+    local_forward = sum(span.seconds for span in step.local_forwards)
     parts = {
-        "local_forward_s": sum(span.seconds for span in step.local_forwards),
+        "local_forward_s": without_values(local_forward, step.local_forwards),
         "local_backward_s": covered(local, step.begin_ns, step.end_ns) / 1e9,
         "between_s": sum(b - a for a, b, in_turn in outside if not in_turn) / 1e9,
-        "forward_s": sum(span.seconds for span in step.forwards),
+        "forward_s": without_values(forward, step.forwards),
         "backward_s": step.backward.seconds,
         "exposed_s": exposed,
         "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
-        "optimizer_s": covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9,
+        "values_s": covered(busy, step.begin_ns, step.end_ns) / 1e9,
+        "optimizer_s": without_values(optimizer, step.optimizers),
     }
+    hidden_ns = covered(ways_of(step.values), step.begin_ns, step.end_ns)
+    hidden_ns -= covered(busy, step.begin_ns, step.end_ns)
     seconds = (step.end_ns - step.begin_ns) / 1e9
     return StepOverlap(
         seconds=seconds,
         hidden_s=sum(bucket.hidden_s for bucket in buckets),
         late_s=sum(bucket.late_s for bucket in buckets),
+        hidden_values_s=hidden_ns / 1e9,
         other_s=max(0.0, seconds - sum(parts.values())),
         buckets=tuple(buckets),
+        values=tuple(_values(timeline, step, busy)),
         step=step,
         timeline=timeline,
         **parts,
     )
+
+
+def busy_with(values: Iterable[ValueTimes]) -> list[Span]:
+    """Return when this rank sends values of parameters, or waits for them."""
+    found = []
+    for each in values:
+        found.append(Span(each.started_ns, each.sent_ns))
+        found.append(Span(each.awaited_ns, each.back_ns))
+    return found
+
+
+def ways_of(values: Iterable[ValueTimes]) -> list[Span]:
+    """Return when values are on their way, from their start until they are back."""
+    return [Span(each.started_ns, each.back_ns) for each in values]
+
+
+def _values(
+    timeline: Timeline, step: Step, busy: Sequence[Span]
+) -> Iterator[ValuesOverlap]:
+    by_bucket: dict[int, list[ValueTimes]] = {}
+    for each in step.values:
+        if each.started_ns >= step.begin_ns:  # else it is told of in the step before
+            by_bucket.setdefault(each.number, []).append(each)
+    for number, parts in by_bucket.items():
+        members = timeline.layouts[step.layout][number]
+        begin = min(each.started_ns for each in parts)
+        limits = begin, max(each.back_ns for each in parts)
+        exposed = common(ways_of(parts), busy, *limits)
+        yield ValuesOverlap(
+            number=number,
+            members=members,
+            nbytes=sum(timeline.params[i].nbytes for i in members),
+            start_s=(begin - step.backward.end_ns) / 1e9,
+            hidden_s=(covered(ways_of(parts), *limits) - exposed) / 1e9,
+            exposed_s=exposed / 1e9,
+            waited_s=sum(each.back_ns - each.awaited_ns for each in parts) / 1e9,
+        )
 
 
 def _bucket(
@@ -173,19 +253,29 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
     return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
 
 
+def common(one: Sequence[Span], other: Sequence[Span], begin: int, end: int) -> int:
+    """Return how much of an interval lies inside spans of both kinds."""
+    found = pieces(other, begin, end)
+    return sum(covered(one, a, b) for a, b, inside in found if inside)
+
+
 class Slice(NamedTuple):
     """A named interval on a row of a trace or of the page."""
 
-    row: str | int  # "forward", "backward", "optimizer", TURNS, or a bucket's number
+    # "forward", "backward", "optimizer", TURNS, VALUES, or a bucket's number
+    row: str | int
     name: str
     begin_ns: int
     end_ns: int
+    bucket: int | None = None  # of what the row VALUES has
 
 
 def slices(found: StepOverlap) -> Iterator[Slice]:
     """Yield one rank's step as slices: its phases, then the stages of each bucket.
 
-    The wire is cut into hidden and exposed parts. Stages without length are left out.
+    The wire is cut into hidden and exposed parts, and so are values on their way back:
+    those of all buckets together, and those of each bucket. Of them a step has what
+    lies in it. Stages without length are left out.
     """
     step = found.step
     for turn in step.turns:
@@ -201,6 +291,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
     ):
         for span in spans:
             yield Slice(row, name, span.begin_ns, span.end_ns)
+    yield from _value_slices(found)
     busy = (step.backward, *step.optimizers)
     for bucket in found.buckets:
         times = bucket.times
@@ -216,6 +307,30 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
         for name, begin, end in stages:
             if begin < end:
                 yield Slice(bucket.number, name, begin, end)
+
+
+def _value_slices(found: StepOverlap) -> Iterator[Slice]:
+    """Yield the ways back of values: all in one row, and then those of each bucket.
+
+    Only what lies in the step is a part of it.
+    """
+    values, busy = found.step.values, busy_with(found.step.values)
+    limits = found.step.begin_ns, found.step.end_ns
+
+    def cut(ways: Sequence[Span]) -> Iterator[tuple[str, int, int]]:
+        for begin, end, is_any in pieces(ways, *limits):
+            for a, b, is_busy in pieces(busy, begin, end) if is_any else ():
+                yield EXPOSED_VALUES if is_busy else HIDDEN_VALUES, a, b
+
+    for each in values:
+        for _, begin, end in cut(busy_with([each])):
+            yield Slice(VALUES, EXPOSED_VALUES, begin, end, each.number)
+    for name, begin, end in cut(ways_of(values)):
+        if name == HIDDEN_VALUES:
+            yield Slice(VALUES, name, begin, end)
+    for bucket in found.buckets:
+        for parts in cut(ways_of(v for v in values if v.number == bucket.number)):
+            yield Slice(bucket.number, *parts)
 
 
 # ------------------------------------------------------------------- logical ranks
@@ -259,6 +374,28 @@ def usual_turns(steps: Sequence[StepOverlap]) -> tuple[TurnTimes, ...]:
     )
 
 
+# ----------------------------------------------------------------- values of parameters
+
+
+def usual_values(steps: Sequence[StepOverlap]) -> tuple[ValuesOverlap, ...]:
+    """Return the medians over the steps of a rank, in the order of their starts.
+
+    The values of the last step may still have been on their way when the recording
+    ended.
+    """
+    found: dict[int, list[ValuesOverlap]] = {}
+    for each in (each for one in steps for each in one.values):
+        found.setdefault(each.number, []).append(each)
+    usual = [
+        replace(
+            same[0],
+            **{n: median(getattr(each, n) for each in same) for n in _VALUE_SECONDS},
+        )
+        for same in found.values()
+    ]
+    return tuple(sorted(usual, key=lambda each: each.start_s))
+
+
 # -------------------------------------------------------------------- the typical step
 
 
@@ -277,6 +414,7 @@ class Overlap:
     exposed_spread_s: Spread
     usually_exposed_s: float  # the median over steps
     turns: tuple[TurnTimes, ...]  # of its logical ranks, if any: medians over steps
+    values: tuple[ValuesOverlap, ...]  # of divided steps, by bucket: medians over steps
 
 
 def overlaps_of(run: Run) -> tuple[Overlap, ...]:
@@ -299,6 +437,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
             exposed_spread_s=spread(exposed[n]),
             usually_exposed_s=median(exposed[n]),
             turns=usual_turns(steps),
+            values=usual_values(steps),
         )
         for n, (timeline, steps) in enumerate(zip(run.ranks, found, strict=True))
     )

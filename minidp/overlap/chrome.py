@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .analysis import TURNS, Slice, StepOverlap, overlap_of, slices
+from .analysis import TURNS, VALUES, Slice, StepOverlap, overlap_of, slices
 from .skew import aligned
 from .timeline import Timeline
 
@@ -20,8 +20,9 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
     """Return all recorded steps of all ranks as Chrome trace events, as JSON text.
 
     In the trace a rank is a process, with tracks for the forward, the backward, the
-    optimizer, each bucket, and the turns of its logical ranks, if it has any. Times are
-    microseconds from the first forward of any rank.
+    optimizer, each bucket, and, if there are any, the turns of its logical ranks, and
+    values of parameters that come back after a divided step. Times are microseconds
+    from the first forward of any rank.
 
     Raises:
         ValueError: The recordings are not of different ranks of one run.
@@ -45,6 +46,8 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     # Some versions of Perfetto do not show processes and tracks of number 0.
     if timeline.where.logical_ranks is not None:
         tracks.append(TURNS)
+    elif timeline.is_divided:  # with logical ranks no step is
+        tracks.append(VALUES)
     found += [("thread", tid, name, tid) for tid, name in enumerate(tracks, 1)]
     for kind, tid, name, order in found:
         common = {"ph": "M", "pid": rank + 1, "tid": tid}
@@ -63,10 +66,12 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         (bucket,) = (found for found in one.buckets if found.number == each.row)
         args["bytes"] = bucket.nbytes
         args["parameters"] = [one.timeline.params[i].name for i in bucket.members]
-    elif each.row == TURNS:
-        tid = 1 + len(_TRACKS) + _num_buckets(one.timeline)
-    else:
+    elif each.row in _TRACKS:
         tid = 1 + _TRACKS.index(each.row)
+    else:  # TURNS or VALUES
+        tid = 1 + len(_TRACKS) + _num_buckets(one.timeline)
+    if each.bucket is not None:
+        args["bucket"] = each.bucket
     return {
         "ph": "X",
         "name": each.name,

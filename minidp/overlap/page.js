@@ -13,6 +13,7 @@ const LABELS = {
   "late (slower ranks)": "late: waits for slower ranks",
   "wire, hidden": "on the wire, hidden",
   "wire, exposed": "on the wire, exposed",
+  "values, hidden": "values come back, hidden", "values, exposed": "values come back, exposed",
 };
 if (data.turns) Object.assign(LABELS, { // each turn but the last one is local
   "local forward": "forward, not of the last turn",
@@ -116,6 +117,7 @@ function recorded(step, rank) {
   const isTypical = step === data.typical;
   return {
     phases: unpack(one.phases), backward: one.backward,
+    values: one.values.map(([kind, bucket, begin, end]) => ({ kind: data.kinds[kind], bucket: bucket ?? undefined, begin, end })),
     turns: one.turns.map(([number, begin, end]) => ({ kind: "turn", number, begin, end })),
     totals: totalsOf(step, rank),
     buckets: one.buckets.map((each) => bucketOf(each, one.backward[0], rank, isTypical)),
@@ -236,7 +238,9 @@ function barsOf(one, rank) {
   }));
   const sends = rows.flatMap((row) => row.bars.filter((bar) => SENDS.includes(bar.kind)));
   const sent = { label: "network", bars: sends.map((bar) => ({ ...bar, text: `${bar.bucket}` })) };
-  return { computes, rows, sent };
+  const whose = (s) => (s.bucket === undefined ? "" : `\nbucket ${s.bucket}`); // hidden ones are of all together
+  const back = one.values.map((s) => ({ ...s, text: `${s.bucket ?? ""}`, tip: tipOf(s, rank) + whose(s) }));
+  return { computes, rows, sent, values: { label: "values", bars: back } };
 }
 
 // The first rows of a rank: all that it computes, or a row for each logical rank below its turns.
@@ -267,7 +271,7 @@ function drawTimeline() {
     const bars = barsOf(one, rank), isOpen = rank === state.rank;
     const label = `rank ${data.ranks[rank]}`;
     const onpick = () => show({ rank });
-    return { label, onpick, isOpen, ends: [one.backward[1]], rows: [...rowsOf(bars, one, rank), ...(isOpen ? bars.rows : [bars.sent])] };
+    return { label, onpick, isOpen, ends: [one.backward[1]], rows: [...rowsOf(bars, one, rank), ...(isOpen ? bars.rows : [bars.sent]), ...(data.values ? [bars.values] : [])] };
   });
   draw($("timeline"), lanes, state.view || limits, `step ${data.steps[state.step].number}`);
   highlight();
@@ -484,10 +488,11 @@ function drawTiles() {
   $("tiles").append(...tiles.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
-function drawTurns() {
-  const [sentence, rows] = data.turns;
-  table($("turns"), rows);
-  $("slowest").textContent = sentence;
+function drawOptional(name) { // a sentence and a table, in a section of their own
+  const [sentence, rows] = data[name] || ["", [[]]];
+  $(`of-${name}`).hidden = !data[name];
+  $(`about-${name}`).textContent = sentence;
+  table($(name), rows);
 }
 
 function drawSkew() {
@@ -706,7 +711,7 @@ function drawRecorded() {
 
 function drawLegend() {
   const ranks = data.ranks.map((_, rank) => recorded(data.typical, rank));
-  const slices = ranks.flatMap((one) => [...one.phases, ...one.turns, ...one.buckets.flatMap((b) => b.slices)]);
+  const slices = ranks.flatMap((one) => [...one.phases, ...one.turns, ...one.values, ...one.buckets.flatMap((b) => b.slices)]);
   const used = new Set(slices.map((slice) => slice.kind));
   for (const kind of data.kinds.filter((each) => used.has(each))) {
     const svg = make("svg", { viewBox: "0 0 26 14", "aria-hidden": "true" });
@@ -740,11 +745,10 @@ function start() {
   $("network").append(...data.network.map((line) => make("p", {}, line)));
   $("what-if").hidden = !model;
   $("of-skew").hidden = !data.skew;
-  $("of-turns").hidden = !data.turns;
+  for (const name of ["turns", "values"]) drawOptional(name);
   drawLegend();
   drawTiles();
   if (data.skew) drawSkew();
-  if (data.turns) drawTurns();
   if (model) { aboutModel(); makeSliders(); makePresets(); }
   listenToTimeline();
   listenToTips();

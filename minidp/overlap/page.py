@@ -14,13 +14,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .advice import layers_of, straggler
-from .analysis import Slice, StepOverlap, overlap_of, slices
+from .advice import allows_hook, layers_of, straggler
+from .analysis import (
+    EXPOSED_VALUES,
+    HIDDEN_VALUES,
+    VALUES,
+    Slice,
+    StepOverlap,
+    overlap_of,
+    slices,
+)
 from .forecast import CAPS_MB, Analysis, Forecast, analyse
 from .skew import Run, aligned
 from .text import (
     PHASES,
     RARE,
+    VALUES_HEAD,
     headline,
     network_lines,
     report,
@@ -28,6 +37,7 @@ from .text import (
     slowest_turn,
     spread_text,
     turn_rows,
+    value_rows,
 )
 from .timeline import Step, Timeline
 
@@ -36,7 +46,7 @@ GAP = -1  # stands in the place of a kind where nothing is drawn
 KINDS = (
     *("local forward", "local backward", "forward", "backward", "optimizer step"),
     *("filling", "waited", "late (slower ranks)", "wire, hidden", "wire, exposed"),
-    *("done, not copied out", "turn"),
+    *("done, not copied out", HIDDEN_VALUES, EXPOSED_VALUES, "turn"),
 )
 TOTALS = ("seconds", "hidden_s", "late_s", *PHASES.values())
 
@@ -97,7 +107,7 @@ def _data(found: Analysis) -> dict[str, Any]:
     numbers = [steps[0].number for steps in run.common]
     typical = numbers.index(shown.typical.step.number)
     places = [timeline.where.rank for timeline in run.ranks]
-    turns = turn_rows(found)
+    turns, values = turn_rows(found), value_rows(found)
     data = {
         "ranks": places,
         "shown": places.index(shown.rank),
@@ -114,6 +124,7 @@ def _data(found: Analysis) -> dict[str, Any]:
         "network": network_lines(found) if found.forecast else [],
         "skew": skew_rows(found.skew, found) if found.skew else None,
         "turns": [slowest_turn(found), turns] if turns else None,
+        "values": [VALUES_HEAD, values] if values else None,
         "latest": straggler(found).advice or "No rank is late in three of four steps.",
         "model": _model(found.forecast, found) if found.forecast else None,
     }
@@ -149,7 +160,8 @@ def _step(run: Run, number: int) -> dict[str, Any]:
 def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
     step: Step = one.step
     drawn = [each for each in slices(one) if each.name in KINDS]
-    phases = [each for each in drawn if isinstance(each.row, str)]
+    values = [each for each in drawn if each.row == VALUES]
+    phases = [e for e in drawn if isinstance(e.row, str) and e.row != VALUES]
     buckets = []
     for bucket in one.buckets:
         mine = [each for each in drawn if each.row == bucket.number]
@@ -163,6 +175,10 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
         "turns": [
             [turn.number, turn.begin_ns - origin, turn.end_ns - origin]
             for turn in step.turns
+        ],
+        "values": [
+            [KINDS.index(v.name), v.bucket, v.begin_ns - origin, v.end_ns - origin]
+            for v in values
         ],
         "buckets": buckets,
     }
@@ -190,6 +206,6 @@ def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
         "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,
         "ranks": found.run.ranks[0].where.world_size,
-        "allows_hook": found.run.ranks[0].where.logical_ranks is None,
+        "allows_hook": allows_hook(found.run.ranks[0]),
         "shares_memory": found.run.ranks[0].where.no_shared_memory == "",
     }

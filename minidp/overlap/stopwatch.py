@@ -29,7 +29,7 @@ from minidp.core import BucketQueue, GradHook, GradHooks, Observer, untraced
 from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
-from .timeline import BucketTimes, Span, Step, Turn
+from .timeline import BucketTimes, Span, Step, Turn, ValueTimes
 
 Mark = Any  # one read of a clock: nanoseconds, or an event of a device
 # The events that begin and end a span, and the field of `Step` that holds such spans.
@@ -43,6 +43,13 @@ _ENDS = {
     StepEvent.LOCAL_BACKWARD_END: "local_backwards",
     StepEvent.OPTIMIZER_END: "optimizers",
 }
+# In this order, for each bucket.
+_OF_VALUES = (
+    Moment.VALUES_STARTED,
+    Moment.VALUES_SENT,
+    Moment.VALUES_AWAITED,
+    Moment.VALUES_BACK,
+)
 _OF_LOOPS = {StepEvent.LOOP_BEGIN, StepEvent.TURN_BEGIN, StepEvent.TURN_END}
 
 
@@ -162,6 +169,8 @@ class StepMarks:
     loop: Mark | None = None  # when the loop over logical ranks began, if there is one
     # The number, begin and end of each turn in it. An end is None until it happens.
     turns: list[list[Any]] = field(default_factory=list)
+    # Of values that come back: the number of the bucket, and the four marks so far.
+    values: list[tuple[int, list[Mark]]] = field(default_factory=list)
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
     layout: Layout | None = None  # set when all buckets are reduced and copied out
 
@@ -210,6 +219,8 @@ class Stopwatch(Observer):
         self._marks: StepMarks | None = None  # those of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
+        # Values on their way, which may come back in another step: as in `StepMarks`.
+        self._values: list[tuple[int, list[Mark]]] = []
         # Otherwise a step begins with a forward.
         self._begins_with_loop = queue.averaging.leaves is not None
 
@@ -232,10 +243,30 @@ class Stopwatch(Observer):
     # -- events, see `Observer` --------------------------------------------------
 
     def on_bucket_event(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket first reached a moment in this step's backward."""
+        """Store when a bucket first reached a moment in this step's backward.
+
+        Its values come back later, and perhaps not before the next step.
+        """
         marks = self._marks
-        if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
+        if moment in _OF_VALUES:
+            self._note_values(moment, bucket, self._clock.read())
+        elif marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
+
+    def _note_values(self, moment: Moment, bucket: int, now: Mark) -> None:
+        if moment is Moment.VALUES_STARTED:
+            if self._marks is not None and self._marks.layout is not None:
+                self._values.append((bucket, [now]))
+                self._marks.values.append(self._values[-1])
+            return
+        place = _OF_VALUES.index(moment)
+        for each in self._values:
+            number, times = each
+            if number == bucket and len(times) == place:
+                times.append(now)
+                if moment is Moment.VALUES_BACK:
+                    self._values.remove(each)
+                return
 
     def on_step_event(self, phase: StepEvent, leaf: int | None = None) -> None:
         """Store when a phase began or ended.
@@ -279,6 +310,7 @@ class Stopwatch(Observer):
         now = self._clock.read() if now is None else now
         self._close(now)
         self._marks = StepMarks(self._queue.ledger.finalized, now)
+        self._marks.values += self._values
         self._timing.switch(on=self._num_begun in self._timed_steps)
         self._num_begun += 1
 
@@ -296,6 +328,7 @@ class Stopwatch(Observer):
             marks.phases[phase] = now
         if phase is StepEvent.FINALIZE_END:
             marks.layout = self._queue.layout
+            self._values.clear()  # if any is left, it was dropped after an error
             marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _close(self, now: Mark | None) -> None:
@@ -345,7 +378,13 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     begin, end, finalized = map(ns, marks.phases.values())
     last = max([finalized, *(each.end_ns for all_ in spans.values() for each in all_)])
     turns = [Turn(ns(a), ns(b), n) for n, a, b in marks.turns if b is not None]
-    last = max([last, *(turn.end_ns for turn in turns)])
+    values = [
+        ValueTimes(number, *map(ns, times))
+        for number, times in marks.values
+        if len(times) == len(_OF_VALUES)
+    ]
+    ends = [each.end_ns for each in turns] + [each.back_ns for each in values]
+    last = max([last, *ends])
     stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
     moments = {
         number: {moment: ns(mark) for moment, mark in marked.items()}
@@ -366,6 +405,7 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
         ready_ns=tuple(t if t and begin <= t <= end else None for t in stamps),
         loop_begin_ns=None if marks.loop is None else ns(marks.loop),
         turns=tuple(turns),
+        values=tuple(values),
         **spans,
     )
 

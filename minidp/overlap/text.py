@@ -8,7 +8,7 @@ from statistics import median
 from minidp.config import MIB
 
 from .advice import WORTH, advise, layers_of
-from .analysis import BucketOverlap, Spread, to_show
+from .analysis import BucketOverlap, Spread, ValuesOverlap, to_show
 from .forecast import Analysis, analyse
 from .skew import BACKWARD, FORWARD, Run, Skew, aligned
 from .timeline import AUTO, AUTO_TRIES, Timeline
@@ -19,7 +19,7 @@ SHOWN = 0.05e-3  # so many seconds are not printed as 0.0 ms
 FEW = 10  # with fewer steps, the report asks for a longer recording
 # The rows of one step, and the attributes of `StepOverlap`. Those whose names begin
 # with one of `RARE` are left out where they are zero.
-RARE = ("local", "between")
+RARE = ("local", "between", "values")
 PHASES = {
     "local forwards": "local_forward_s",
     "local backwards": "local_backward_s",
@@ -29,8 +29,15 @@ PHASES = {
     "exposed communication": "exposed_s",
     "copying averages out": "finish_s",
     "optimizer": "optimizer_s",
+    "values, exposed": "values_s",
     "everything else": "other_s",
 }
+VALUES_HEAD = (
+    "New values of parameters come back from the ranks that step them. All in ms, "
+    "medians over steps;\nstart: after the backward; exposed: this rank sends or awaits"
+    " values; waited: it awaits those of this bucket."
+)
+_VALUE_TIMES = ("start", "hidden", "exposed", "waited")
 _CHOICE = {
     AUTO: '; bucket_cap_mb="auto" chose the buckets',
     AUTO_TRIES: '; bucket_cap_mb="auto" is still trying buckets',
@@ -53,6 +60,8 @@ def report(timelines: Sequence[Timeline]) -> str:
         parts.append("\n".join([slowest_turn(found), *_table(rows)]))
     if found.shown.typical.buckets:
         parts.append(_buckets(found))
+    if rows := value_rows(found):
+        parts.append("\n".join([VALUES_HEAD, *_table(rows)]))
     if found.forecast is not None:
         parts.append("\n".join(network_lines(found)))
     if found.skew is not None:
@@ -72,7 +81,8 @@ def headline(found: Analysis) -> list[str]:
     least, most = found.shown.spread_s
     if most > 2 * least:
         few = f"Steps differ ({spread_text((least, most))}), so one says little: {few}"
-    return [_header(found), *_verdict(found), f"Advice: {few}{advise(found)}"]
+    verdict = [*_verdict(found), *values_sentence(found)]
+    return [_header(found), *verdict, f"Advice: {few}{advise(found)}"]
 
 
 def _nothing(run: Run) -> str:
@@ -177,6 +187,20 @@ def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> st
     return f"{parts}. {full}"
 
 
+def values_sentence(found: Analysis) -> list[str]:
+    """Return a line about the values of divided steps, [] if there are none."""
+    one = found.shown.typical
+    if not one.step.values:
+        return []
+    share = one.values_s / one.seconds if one.seconds else 0.0
+    return [
+        "Are values of parameters back in time? To send and to await them takes "
+        f"{ms(one.values_s)} ms, {share:.0%} of the step; for "
+        f"{ms(one.hidden_values_s)} ms more they are on their way while the rank does "
+        "other things."
+    ]
+
+
 def _split(found: Analysis) -> str:
     one = found.shown.typical
     late = f"of hidden and exposed, {ms(one.late_s)} ms are waiting for slower ranks"
@@ -186,6 +210,7 @@ def _split(found: Analysis) -> str:
         "forward": "with its collectives, if any (module buffers, SyncBatchNorm)",
         "backward": f"hides {ms(one.hidden_s)} ms of communication",
         "exposed communication": late * bool(one.late_s),
+        "values, exposed": "sending new values of parameters, and waiting for them",
         "everything else": "data, loss, zero_grad and the like",
     }
     if one.step.turns:
@@ -229,6 +254,22 @@ def _buckets(found: Analysis) -> str:
     return "\n".join([*_table(rows), *_legend(found)])
 
 
+def value_rows(found: Analysis) -> list[list[str]]:
+    """Return the usual ways back of values as a table, [] if there are none.
+
+    Of many, it has those that are exposed longest.
+    """
+    values, first = found.shown.values, found.run.ranks[0]
+    longest = sorted(values, key=lambda each: -each.waited_s)[:MAX_ROWS]
+    rows = [["of bucket", "params", "MiB", *_VALUE_TIMES, "layers"]]
+    for each in values:
+        if each in longest:
+            cells = [ms(getattr(each, f"{name}_s")) for name in _VALUE_TIMES]
+            rows.append([str(each.number), *_sizes([each]), *cells])
+            rows[-1].append(layers_of(first, each.members))
+    return rows if values else []
+
+
 def slowest_turn(found: Analysis) -> str:
     """Return a sentence about the logical rank that takes longest, by its median."""
     turns = [(turn, one.rank) for one in found.overlaps for turn in one.turns]
@@ -262,7 +303,7 @@ def turn_rows(found: Analysis) -> list[list[str]]:
     return rows if turns else []
 
 
-def _sizes(buckets: Sequence[BucketOverlap]) -> list[str]:
+def _sizes(buckets: Sequence[BucketOverlap | ValuesOverlap]) -> list[str]:
     count = sum(len(bucket.members) for bucket in buckets)
     return [str(count), f"{sum(bucket.nbytes for bucket in buckets) / MIB:.2f}"]
 
@@ -313,6 +354,8 @@ def network_lines(found: Analysis) -> list[str]:
         other = "the comm hook may send others"
     elif where.logical_ranks is not None:
         other = "a rank sends more if it has several sums of logical ranks"
+    elif found.run.ranks[0].is_divided:
+        other = "half of them are sent, to the ranks that own the parameters"
     note = f"; computed from the gradients' bytes: {other}" if other else ""
     return [
         f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)}, bytes over "

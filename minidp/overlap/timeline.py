@@ -16,6 +16,9 @@ turns but the last one run is local, too::
     |    |---------------------|    |----------------------------------|
           local forward, backward    forward, backward, finalize_end_ns
 
+If ranks divide the optimizer's step, new values of parameters come back after it. They
+may do so in the next step, during its forward; then both steps have them.
+
 Times are nanoseconds on the monotonic clock of the rank's host.
 Ranks of one host share a clock. Where hosts differ, `Timeline.clock` holds the offset
 to rank 0's clock.
@@ -30,8 +33,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 KIND = "minidp timeline"
-VERSION = 5
-_READABLE = (4, VERSION)  # 4 knows no logical ranks
+VERSION = 6
+_READABLE = (4, 5, VERSION)  # 4 knows no logical ranks, and 5 no divided steps
 AUTO, AUTO_TRIES = "auto", "auto, still trying"  # values of `Where.layout_by`
 _NUMBERS = {"number", "layout"}  # the integers of a step that are no times
 
@@ -68,6 +71,21 @@ class BucketTimes:
 
 
 @dataclass(frozen=True)
+class ValueTimes:
+    """When the new values of one bucket's parameters came back from their owners.
+
+    From `started_ns` to `sent_ns`, and from `awaited_ns` to `back_ns`, this rank was
+    busy with them. In between it did other things.
+    """
+
+    number: int  # of the bucket
+    started_ns: int  # when this rank began to send its share of them
+    sent_ns: int
+    awaited_ns: int  # when this rank began to wait for them
+    back_ns: int  # when all of them were in the parameters
+
+
+@dataclass(frozen=True)
 class Step:
     """The times of one synchronised backward, and of what ran around it."""
 
@@ -84,6 +102,9 @@ class Step:
     local_backwards: tuple[Span, ...] = ()  # without averaging; may be nested
     loop_begin_ns: int | None = None  # of the loop over logical ranks, if there is one
     turns: tuple[Turn, ...] = ()  # those of this rank's logical ranks
+    # With divided steps: what was sent in this step, and before that what was still on
+    # its way when the step began.
+    values: tuple[ValueTimes, ...] = ()
 
     @property
     def first_forward_ns(self) -> int:
@@ -155,6 +176,11 @@ class Timeline:
     steps: tuple[Step, ...]  # oldest first
     num_dropped: int = 0  # steps that failed, were incomplete, or too old to be kept
     clock: ClockOffset | None = None  # None if not compared with rank 0's clock
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the ranks divided the optimizer's step (`sharded_step`)."""
+        return any(step.values for step in self.steps)
 
     def moved(self, ns: int) -> Timeline:
         """Return a copy whose steps are ``ns`` later."""

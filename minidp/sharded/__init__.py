@@ -6,18 +6,22 @@ once), `agreement` (all ranks step, or none), `returns` (new values come back to
 ranks), `awaited` (perhaps while the next forward runs already), `shares` (what the
 script has done to the gradients meanwhile), `norms` (of all gradients), `overflows`
 (for a ``GradScaler``), `step` (all of it together). Then `checkpoint` (the state of an
-optimizer, saved and loaded).
+optimizer, saved and loaded) and `distributed_checkpoint` (the same for
+``torch.distributed.checkpoint``).
 """
 
-from .checkpoint import check_mark, keep_own, whole_state
+from .checkpoint import check_copy, check_mark, keep_own, whole_state
+from .distributed_checkpoint import OptimizerShare
 from .known import check as check_optimizers
 from .owners import Owners, balanced
 from .step import ShardedStep, is_divided
 
 __all__ = [
+    "OptimizerShare",
     "Owners",
     "ShardedStep",
     "balanced",
+    "check_copy",
     "check_mark",
     "check_optimizers",
     "is_divided",

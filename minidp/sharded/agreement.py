@@ -27,17 +27,19 @@ class Act(IntEnum):
 
     STEP = 1
     GO_ON = 2  # with another backward, without a step
+    CLIP = 3  # gradients, by the norm of all
 
 
 class Problem(IntFlag):
     """Why a rank cannot step."""
 
-    CHANGED = 1  # the script has changed gradients of its share
-    FOREIGN = 2  # there are gradients of other ranks' parameters
-    LOCAL = 4  # it is inside no_sync()
-    CLOSURE = 8  # the step has a closure
-    BROKEN_OFF = 16  # the last step has raised after all had agreed on it
+    MIXED = 1  # a backward has added gradients to averages
+    CHANGED = 2  # the script has changed gradients of its share
+    FOREIGN = 4  # there are gradients of other ranks' parameters
+    LOCAL = 8  # it is inside no_sync()
+    CLOSURE = 16  # the step has a closure
     SCALER = 32  # a GradScaler of which nobody knows calls a fused step
+    MOVED = 64  # its optimizer has got parameters that another one steps
 
 
 _TEXTS = {
@@ -46,9 +48,14 @@ _TEXTS = {
     Problem.FOREIGN: "parameters that another rank steps have a gradient",
     Problem.LOCAL: "the step runs inside no_sync()",
     Problem.CLOSURE: "step() has a closure",
-    Problem.BROKEN_OFF: "the last step raised when all ranks had agreed to make it",
     Problem.SCALER: "a GradScaler steps, of which sharded_step does not know",
+    Problem.MIXED: "a backward added gradients to averages that were still in .grad, "
+    "where only the owner of a parameter has its average: the sum is no mean over the "
+    "ranks",
+    Problem.MOVED: "an optimizer has got parameters, perhaps by add_param_group, that "
+    "sharded_step knows as those of another optimizer",
 }
+_VERBS = {Act.STEP: "steps", Act.GO_ON: "does not", Act.CLIP: "clips"}
 _REMEDIES = {
     Problem.CHANGED: "to clip, call model.clip_grad_norm_(max_norm), whose norm is "
     "over all ranks, in place of torch.nn.utils.clip_grad_norm_; what treats each "
@@ -57,9 +64,12 @@ _REMEDIES = {
     "zero_grad() before each of them",
     Problem.LOCAL: "step after a synchronised backward, outside of no_sync()",
     Problem.CLOSURE: "call the backward before step(), and pass no closure",
-    Problem.BROKEN_OFF: "load a checkpoint of model and optimizer on all ranks: some "
-    "shares may have stepped, and some not",
     Problem.SCALER: "pass it: sharded_step(optimizer, grad_scaler=scaler)",
+    Problem.MIXED: "call zero_grad() between two synchronised backwards, for example "
+    "after each step; to accumulate gradients, run all forwards and backwards but the "
+    "last inside no_sync(), or add up the losses",
+    Problem.MOVED: "give each parameter to one optimizer, before sharded_step; to give "
+    "it to another one later, wrap the module anew",
 }
 
 
@@ -67,7 +77,9 @@ class Intent(NamedTuple):
     """What one rank says."""
 
     act: Act
-    optimizer: int  # its number
+    # The optimizer's number; or hashes: to what it clips, or, if it goes on without a
+    # step, the values of a few parameters.
+    what: int
     problems: Problem
 
 
@@ -118,35 +130,60 @@ class Agreement:
                 raise ShardedStepError(
                     explain(
                         rank,
-                        f"No rank steps, because on rank {listed(having)} "
+                        f"No rank {_VERBS[mine.act]}, because on rank {listed(having)} "
                         f"{_TEXTS[problem]}.",
                         names=names if problem & mine.problems else (),
                         remedy=f"{_REMEDIES[problem]}. To go on, call reset() on all "
                         "ranks, and zero_grad()",
                     )
                 )
-        steps = {(each.act, each.optimizer) for each in intents}
-        if len(steps) > 1:
+        if len({(each.act, each.what) for each in intents}) > 1:
             raise ShardedStepError(_explain_different(rank, intents))
 
 
 def _explain_different(rank: int, intents: Sequence[Intent]) -> str:
-    stepping = [r for r, each in enumerate(intents) if each.act is Act.STEP]
-    leaving = [r for r, each in enumerate(intents) if each.act is Act.GO_ON]
-    if leaving:
+    doing = {
+        act: [r for r, each in enumerate(intents) if each.act is act] for act in Act
+    }
+    found = ", ".join(f"rank {listed(doing[a])} {_VERBS[a]}" for a in Act if doing[a])
+    if clipping := doing[Act.CLIP]:
+        is_common = len(clipping) == len(intents)
+        return explain(
+            rank,
+            "Ranks call model.clip_grad_norm_ with unequal arguments."
+            if is_common
+            else "Some ranks call model.clip_grad_norm_, and others do not.",
+            expected="all ranks to clip together, to the same norm",
+            found="" if is_common else found,
+            remedy="call it on all ranks, also where only one of them logs the norm. "
+            "Nothing was clipped and no rank has stepped; call reset() on all ranks to "
+            "go on",
+        )
+    if all(each.act is Act.GO_ON for each in intents):
+        return explain(
+            rank,
+            "Parameters differ between the ranks after a backward whose averages no "
+            "optimizer of sharded_step has applied. Perhaps they were changed by hand "
+            "where .grad is not None: on the rank that owns them, and on no other one.",
+            expected="the same parameters on all ranks",
+            remedy="let an optimizer apply averages; or leave out sharded_step, so "
+            "that all ranks have all averages. reset() on all ranks gives them the "
+            "owners' values",
+        )
+    if doing[Act.GO_ON]:
         return explain(
             rank,
             "Some ranks step, and others have gone on to the next backward without a "
             "step. No rank has stepped.",
             expected="all ranks to step, or none",
-            found=f"rank {listed(stepping)} steps, rank {listed(leaving)} does not",
+            found=found,
             remedy="decide on all ranks alike whether to step: by values that are "
             "equal on all of them, such as the norm that model.clip_grad_norm_ "
             "returns. A GradScaler finds what all ranks have only if it is told: "
             "sharded_step(optimizer, grad_scaler=scaler). Call reset() on all ranks to "
             "go on",
         )
-    numbers = ", ".join(str(each.optimizer) for each in intents)
+    numbers = ", ".join(str(each.what) for each in intents)
     return explain(
         rank,
         "Ranks step different optimizers at the same time. No rank has stepped.",

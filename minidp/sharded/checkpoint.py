@@ -10,6 +10,10 @@ nothing of marks, refuses the share because of its size.
 
 The whole state has no mark. It can be loaded by any number of ranks, and each keeps
 its share of it (`keep_own`).
+
+A copy of the optimizer (`copy.deepcopy`, or by pickle) has a share, too, and nothing
+divides its steps: it would go on with half of a state. So it is marked, and its first
+step is refused (`refuse_copy`).
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from __future__ import annotations
 import hashlib
 import io
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -58,6 +62,104 @@ def check_mark(groups: list[dict[str, Any]], owners: Owners, rank: int) -> None:
                     "optimizer.state_dict(); all ranks call it, and rank 0 gets it",
                 )
             )
+
+
+class Copied(NamedTuple):
+    """What an optimizer is a copy of, as its attribute of the name `MARK`."""
+
+    mark: str  # of the share
+    rank: int
+    state: dict[Any, Any]  # the copy's own, until another one is loaded
+    is_part: bool  # whether that was a part of a state, and no empty one
+
+
+def mark_copies(
+    optimizer: Optimizer,
+    owners: Owners,
+    rank: int,
+    stepper: int,
+    steps: Callable[[], int],
+) -> None:
+    """Let copies of an optimizer know what they are copies of.
+
+    Args:
+        optimizer: The optimizer, whose steps are divided.
+        owners: Who owns which parameter.
+        rank: This rank.
+        stepper: The number of the optimizer.
+        steps: Returns how many steps were made; -1 if it is divided no more.
+    """
+    vars(optimizer).pop(MARK, None)  # if it is a copy
+    alone = owners.size == 1
+    owns_nothing = not owners.owned_by(rank, stepper)
+    reference = weakref.ref(optimizer)
+
+    def state_of_copy() -> dict[str, Any]:
+        mine = reference()
+        assert mine is not None
+        state: dict[str, Any] = type(mine).__getstate__(mine)
+        if not alone and steps() >= 0:
+            mark = mark_of(owners, rank)
+            is_lost = owns_nothing and steps() > 0 and not _keeps_nothing(mine)
+            is_part = bool(mine.state) or is_lost
+            state[MARK] = Copied(mark, rank, mine.state, is_part)
+        return state
+
+    # Python looks for it on the object itself, too, when it copies or pickles it.
+    vars(optimizer)["__getstate__"] = state_of_copy
+
+
+def _keeps_nothing(optimizer: Optimizer) -> bool:
+    is_plain = type(optimizer) is torch.optim.SGD
+    return is_plain and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _share_of(optimizer: Optimizer) -> Copied | None:
+    """Return of which share an optimizer is a copy, if it still has only its state."""
+    copied: Copied | None = vars(optimizer).get(MARK)
+    if copied is None or copied.state is not optimizer.state:
+        return None
+    return copied if copied.is_part else None
+
+
+def refuse_copy(optimizer: Optimizer) -> None:
+    """Refuse the step of a copy of an optimizer that has the state of one share only.
+
+    Raises:
+        ShardedStepError: It is one. All ranks that have made the copy raise it.
+    """
+    if (share := _share_of(optimizer)) is not None:
+        raise ShardedStepError(
+            explain(
+                share.rank,
+                f"A copy of a divided {type(optimizer).__name__} steps, but nothing "
+                "divides its steps, and it has the state of one share only.",
+                found=f"the share of {share.mark}",
+                remedy="call sharded_step(copied_optimizer) on the copied wrapper, "
+                "too, before its first backward; or load the whole state into the "
+                "copy: model.whole_optimizer_state(optimizer)",
+            )
+        )
+
+
+def check_copy(optimizer: Optimizer, owners: Owners, rank: int) -> None:
+    """Check that an optimizer that is to be divided is no copy of another share.
+
+    Raises:
+        ShardedStepError: It is one.
+    """
+    share, mine = _share_of(optimizer), mark_of(owners, rank)
+    if share is not None and share.mark != mine:
+        raise ShardedStepError(
+            explain(
+                rank,
+                "An optimizer is to be divided that is the copy of a share.",
+                expected=f"the share of {mine}",
+                found=f"the share of {share.mark}",
+                remedy="load the whole state into the copy before: "
+                "model.whole_optimizer_state(optimizer)",
+            )
+        )
 
 
 def _without_mark(numbers: list[Any]) -> list[Any]:

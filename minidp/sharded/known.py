@@ -61,6 +61,13 @@ def check(optimizers: Sequence[Any], *, is_per_parameter: bool) -> None:
                 f"{name} divides its work among the ranks itself. What to do: pass the "
                 "optimizer inside it, made of the module's parameters."
             )
+        if _takes_eps_from_neighbours(optimizer):
+            raise TypeError(
+                f"{name} has a group of several dtypes and no eps, and takes that of "
+                "the first gradient's dtype for all of them. Of several ranks each "
+                "would take another one. What to do: pass eps=(1e-7, 1e-3), say, or "
+                "make a group of each dtype."
+            )
         if not is_per_parameter and not is_known(optimizer):
             raise TypeError(
                 f"sharded_step does not know {name}: each rank would step its own "
@@ -69,3 +76,11 @@ def check(optimizers: Sequence[Any], *, is_per_parameter: bool) -> None:
                 "do: if what becomes of a parameter depends on its own gradient and "
                 "state alone, say so: sharded_step(optimizer, per_parameter=True)."
             )
+
+
+def _takes_eps_from_neighbours(optimizer: Optimizer) -> bool:
+    adafactor = getattr(torch.optim, "Adafactor", None)
+    return type(optimizer) is adafactor and any(
+        group["eps"][0] is None and len({param.dtype for param in group["params"]}) > 1
+        for group in optimizer.param_groups
+    )

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minidp import comm
-from minidp.core import Reducer, copy_each, without_user_modes
+from minidp.core import Reducer, copy_each, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
+from minidp.trace import Moment
 
 from .awaited import LOCK, await_values, can_be_awaited, release
 from .bucket import Room, ShardedBucket
@@ -147,6 +148,7 @@ class Return:
     ) -> None:
         self._bucket, self._stretches, self.stepper = bucket, stretches, stepper
         self._communicator = communicator = bucket.communicator
+        self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
         self._slots = [  # whose parameters get values of other ranks
             k
             for rank, stretch in enumerate(stretches)
@@ -158,10 +160,15 @@ class Return:
         self.is_awaited = False
         self._room = room
         self._works: list[comm.Work] = []
+        self._start()
+
+    @traced("send values", before=Moment.VALUES_STARTED, after=Moment.VALUES_SENT)
+    def _start(self) -> None:
+        bucket, communicator = self._bucket, self._communicator
         if bucket.shared is not None:
             self._give(bucket, bucket.shared)
         elif communicator.size > 1:
-            own = self._pack(stretches[communicator.rank])
+            own = self._pack(self._stretches[communicator.rank])
             if comm.is_python_group(communicator.group):
                 self._broadcast(own)
             else:
@@ -229,6 +236,7 @@ class Return:
             await_values(self._params, partial(finish, self))
             self.is_awaited = True
 
+    @traced("wait for values", before=Moment.VALUES_AWAITED, after=Moment.VALUES_BACK)
     def finish(self) -> None:
         """Wait for the values of the other ranks, and write them to parameters."""
         communicator = self._communicator
@@ -263,6 +271,8 @@ class Return:
 
 
 def _write(places: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-    for place, values in zip(places, arrived, strict=True):
-        if len(values):
-            place.copy_(values)
+    # Gradients may lie in the same memory, and somebody may count their changes.
+    with _unsafe_preserve_version_counter(tuple(places)):
+        for place, values in zip(places, arrived, strict=True):
+            if len(values):
+                place.copy_(values)

@@ -2,10 +2,11 @@
 
 After a backward each rank has the averages of its own parameters, and no other
 gradients. A script that was written for DDP may clip them by their norm, and would take
-the norm of one share. Or it leaves out ``zero_grad()``: then the next backward would
-add new gradients of all ranks to an average that only its owner has. Neither is a mean
-over the ranks, so both have to be noticed. A tensor counts the changes in place
-(``_version``), and another tensor is another object.
+the norm of one share. Or it leaves out ``zero_grad()``: then the next backward adds
+gradients to an average that only its owner has. Neither is a mean over the ranks, so
+both have to be noticed before a step. (What is zeroed before it does no harm: the
+gradients that a generator's loss leaves in a discriminator, for example.) A tensor
+counts the changes in place (``_version``), and another tensor is another object.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ class Shares:
         self._params = params
         self._own = tuple(own)
         self._stamps: dict[int, _Stamp] = {}
+        self._is_looked_at = (
+            False  # whether averages were left over, since the last ones
+        )
+        self._mixed: dict[int, weakref.ref[Tensor]] = {}  # added to such averages
 
-    def note(self, untouched: Collection[int] = ()) -> None:
-        """Note the averages of a reduction, which has left some ``.grad`` untouched."""
+    def note(self) -> None:
+        """Note the averages of a reduction.
+
+        Those that it has left untouched are of an earlier one, or were zeroed since.
+        """
         for i in self._own:
-            if i not in untouched:
-                self._stamp(i)
+            self._stamp(i)
+        self._is_looked_at = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -60,6 +68,15 @@ class Shares:
             assert grad is not None
             self._stamps[i] = self._stamps[i]._replace(version=grad._version - times)
 
+    def unchanged(self) -> list[int]:
+        """Return which averages are as the reduction has left them."""
+        return [*{*self._stamps} - {*self.changed(self._stamps)}]
+
+    def restamp(self, indices: Iterable[int]) -> None:
+        """Take gradients as they are now for those of the reduction."""
+        for i in indices:
+            self._stamp(i)
+
     def _stamp(self, i: int) -> None:
         grad = self._params[i].grad
         if grad is None:
@@ -70,6 +87,8 @@ class Shares:
     def forget(self) -> None:
         """Forget all gradients."""
         self._stamps.clear()
+        self._mixed.clear()
+        self._is_looked_at = False
 
     def changed(self, held: Collection[int]) -> list[int]:
         """Return which parameters have another gradient than after the reduction.
@@ -89,7 +108,43 @@ class Shares:
                 found.append(i)
         return found
 
-    def left_over(self) -> list[int]:
+    @property
+    def may_be_mixed(self) -> bool:
+        """Whether gradients were added to averages, or nobody has looked for that."""
+        return bool(self._mixed) or not self._is_looked_at
+
+    def begin_backward(self) -> None:
+        """Look for averages to which gradients are added now.
+
+        Call it when the first gradient of a backward has come, which may be local.
+        """
+        if not self._is_looked_at:
+            grads = {i: self._params[i].grad for i in self._left_over()}
+            self._mixed = {i: weakref.ref(g) for i, g in grads.items() if g is not None}
+            self._is_looked_at = True
+        elif self._mixed:
+            # Zeroed since, but for the gradient that has just come?
+            still = [i for i in self.mixed(self._mixed) if self._is_nonzero(i)]
+            if len(still) < min(2, len(self._mixed)):
+                self._mixed.clear()
+
+    def mixed(self, held: Iterable[int]) -> list[int]:
+        """Return which parameters have a sum of averages and of later gradients.
+
+        Args:
+            held: The indices of parameters to look at.
+        """
+        if not self._mixed:
+            return []
+        params, known = self._params, self._mixed
+        grads = {i: params[i].grad for i in held if i in known}
+        return [i for i, g in grads.items() if g is not None and known[i]() is g]
+
+    def _is_nonzero(self, i: int) -> bool:
+        grad = self._params[i].grad
+        return grad is not None and bool(grad.any())
+
+    def _left_over(self) -> list[int]:
         """Return which averages are still there when the first new gradient comes.
 
         One gradient may have been added to already. Those that were zeroed in place do

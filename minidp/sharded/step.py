@@ -14,7 +14,11 @@ so states, of this rank's share only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -27,17 +31,22 @@ from torch.optim.optimizer import (
 from minidp.core import Observer, Phase, Reducer, untraced
 from minidp.errors import ShardedStepError, explain
 from minidp.guard import is_nested
+from minidp.replica import digest_of
 
 from .agreement import Act, Agreement, Intent, Problem
 from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
-from .checkpoint import hook_state
+from .checkpoint import hook_state, mark_copies, refuse_copy
 from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
 from .returns import Returns
 from .shares import Shares
+
+# Of each owner so many of its smallest parameters are compared, and their first rows,
+# if no step follows a backward.
+_SAMPLES, _SAMPLE_ROWS = 2, 64
 
 
 class ShardedStep(Observer):
@@ -78,6 +87,8 @@ class ShardedStep(Observer):
             [i for i, s in enumerate(owners.stepper) if s == k and owners.of[i] != rank]
             for k in range(len(optimizers))
         ]
+        # By optimizer and group: the parameters that it is known to hold.
+        self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
         self._norms = Norms(reducer, own)
@@ -85,7 +96,7 @@ class ShardedStep(Observer):
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
         self._is_reduced = False  # averages have come, and no rank has used them yet
-        self._is_looked_at = False  # no left-over averages are there
+        self._tasks: Collection[int] = ()  # of the last local backward
         self._is_open = False  # all ranks have agreed, and values are not back yet
         self._alive = weakref.ref(reducer)
         self._ids = {id(param): i for i, param in enumerate(reducer.params)}
@@ -108,6 +119,7 @@ class ShardedStep(Observer):
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
+            mark_copies(optimizer, owners, rank, number, _counter_of(self))
 
     # -- a backward --------------------------------------------------------------------
 
@@ -117,12 +129,9 @@ class ShardedStep(Observer):
         In shared memory the others may still add up what this rank has brought to the
         last backward, and gradients are about to be written there. If all ranks have
         stepped since, they have ended that. Otherwise this waits for them.
-
-        Raises:
-            ShardedStepError: There are some.
         """
         self.bring_rest()
-        self._refuse_left_over()
+        self.shares.begin_backward()
         if self._is_reduced:
             self._wait_for_readers()
 
@@ -140,31 +149,9 @@ class ShardedStep(Observer):
 
     def added_locally(self, index: int, tasks: Collection[int]) -> None:
         """Look for them where a backward inside ``no_sync()`` begins."""
-        if not self._is_looked_at:
-            try:
-                self._refuse_left_over()
-            except ShardedStepError as error:
-                self._reducer.fail(error)
-                raise
-
-    def _refuse_left_over(self) -> None:
-        if self._is_looked_at:
-            return
-        if left := self.shares.left_over():
-            raise ShardedStepError(
-                explain(
-                    self._reducer.rank,
-                    "A backward added gradients to averages that are still in .grad, "
-                    "but only the owner of a parameter has its average: the sum is no "
-                    "mean over the ranks.",
-                    names=[self._reducer.names[i] for i in left],
-                    expected="zero_grad() between two synchronised backwards",
-                    remedy="call optimizer.zero_grad() after each step; to accumulate "
-                    "gradients, run all backwards but the last inside no_sync(). Call "
-                    "reset() on all ranks to go on",
-                )
-            )
-        self._is_looked_at = True
+        if self.shares.may_be_mixed and tasks != self._tasks:
+            self._tasks = {*tasks}
+            self.shares.begin_backward()
 
     def launching(self) -> None:
         """Tell the other ranks if no step has followed the last backward.
@@ -184,20 +171,36 @@ class ShardedStep(Observer):
         self._tell_of_no_step()
 
     @untraced
-    def goes_on(self) -> None:
-        """Do the same, where a forward is about to wait for all ranks."""
-        try:
+    def before_forward(self, *, waits: bool) -> None:
+        """Look whether the last step has ended.
+
+        If the forward ``waits`` for all ranks, tell them if no step has come.
+
+        Raises:
+            ShardedStepError: The last step has raised, or others step.
+        """
+        self.refuse_broken_off()
+        if waits and self._reducer.phase.now in (Phase.IDLE, Phase.ARMED):
             self._tell_of_no_step()
-        except BaseException as error:
-            self._reducer.fail(error)
-            raise
 
     def _tell_of_no_step(self) -> None:
-        if self._is_open:
-            self._agreement.reach(Intent(Act.GO_ON, 0, Problem.BROKEN_OFF))
+        self.refuse_broken_off()
         if self._is_reduced:
-            self._agreement.reach(Intent(Act.GO_ON, 0, Problem(0)))
+            samples = self._samples()
+            values = int(digest_of(samples)) if samples else 0
+            self._agree(Intent(Act.GO_ON, values, Problem(0)))
             self._is_reduced = False
+
+    def _samples(self) -> list[Tensor]:
+        """Return parts of a few parameters, of each owner."""
+        params, sizes = self._reducer.params, self._reducer.queue.specs
+        found = []
+        for rank in range(self.owners.size):
+            own = [i for i in self.owners.owned_by(rank) if params[i].numel()]
+            for i in sorted(own, key=lambda i: sizes[i].nbytes)[:_SAMPLES]:
+                param = params[i].detach()
+                found.append(param if param.ndim == 0 else param[:_SAMPLE_ROWS])
+        return found
 
     def finishing(self, *, applies_grads: bool) -> None:
         """Look which gradients may take sums in their place."""
@@ -209,15 +212,28 @@ class ShardedStep(Observer):
         """Note the averages of this rank's share."""
         if self._overflows is not None:
             self._overflows.share()
-        self.shares.note(self._reducer.queue.untouched)
-        self._is_reduced, self._is_looked_at = True, False
+        self.shares.note()
+        self._leave_zeros_to_owners()
+        self._is_reduced, self._tasks = True, ()
+
+    def _leave_zeros_to_owners(self) -> None:
+        """Drop zeros that this rank would apply to parameters of others.
+
+        The script has made them, and no rank has used the parameters.
+        """
+        for i in self._reducer.queue.untouched:
+            grad = self._reducer.params[i].grad
+            is_foreign = self.owners.of[i] != self._reducer.rank
+            if is_foreign and grad is not None and not bool(grad.any()):
+                self._reducer.params[i].grad = None
 
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
         self._is_reduced = self._is_open = False
-        self._is_looked_at = False
         self.shares.forget()
         self._returns.drop()
+        if self._overflows is not None:
+            self._overflows.drop()
 
     # -- a step ------------------------------------------------------------------------
 
@@ -228,56 +244,119 @@ class ShardedStep(Observer):
             ShardedStepError: Not all do, or what they would do is wrong.
             MiniDPError: The last backward has failed.
         """
+        self._refuse_unfinished("An optimizer steps")
+        number = self._number_of(optimizer)
+        # When all have agreed, no rank reads older values of this one any more.
+        self._returns.finish(number)
+        if self._overflows is not None:
+            self._overflows.drop(number)
+        problems, held = self._problems(number)
+        if has_closure:
+            problems |= Problem.CLOSURE
+        self._agree(Intent(Act.STEP, number, problems), held)
+        self._is_reduced, self._is_open = False, True
+
+    def _refuse_unfinished(self, what: str) -> None:
+        """Refuse what must follow a backward if that has not ended well."""
         reducer = self._reducer
         reducer.check()
         if reducer.phase.now not in (Phase.IDLE, Phase.ARMED):
             raise ShardedStepError(
                 explain(
                     reducer.rank,
-                    "An optimizer steps although the last backward has not ended well.",
+                    f"{what} although the last backward has not ended well.",
                     found=f"phase {reducer.phase.now.name}"
                     + (f", after {reducer.failure}" if reducer.failure else ""),
                     remedy="step after a backward that has brought all gradients; call "
                     "reset() on all ranks to go on",
                 )
             )
-        number = self._number_of(optimizer)
-        # When all have agreed, no rank reads older values of this one any more.
-        self._returns.finish(number)
-        problems, names = self._problems(number)
-        if has_closure:
-            problems |= Problem.CLOSURE
-        intent = Intent(Act.STEP, number, problems)
-        try:
-            self._agreement.reach(intent, names)
-        except BaseException as error:
+        self.refuse_broken_off()
+
+    def refuse_broken_off(self) -> None:
+        """Refuse to go on after a step that has raised, and tell the other ranks.
+
+        They wait for the new values of this rank's share, or have had the same error.
+
+        Raises:
+            ShardedStepError: The last step has not ended.
+        """
+        if self._is_open:
+            reducer = self._reducer
+            error = ShardedStepError(
+                explain(
+                    reducer.rank,
+                    "This rank goes on, but its last step raised when all ranks had "
+                    "agreed to make it, and the others wait for the values of its "
+                    "share.",
+                    remedy="do not catch what optimizer.step() raises; or call reset() "
+                    "on all ranks, and load a checkpoint of model and optimizer there, "
+                    "because some shares may have stepped, and some not",
+                )
+            )
             reducer.fail(error)
+            raise error
+
+    def _agree(self, mine: Intent, concerned: Iterable[int] = ()) -> None:
+        """Do what all ranks do, or fail on all of them."""
+        try:
+            self._agreement.reach(mine, [self._reducer.names[i] for i in concerned])
+        except BaseException as error:
+            self._reducer.fail(error)
             raise
-        self._is_reduced, self._is_open = False, True
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
 
-    def _problems(self, number: int) -> tuple[Problem, list[str]]:
+    def _with_grads(self, indices: Iterable[int]) -> list[int]:
+        params = self._reducer.params
+        return [i for i in indices if params[i].grad is not None]
+
+    def _not_averaged(
+        self, foreign: Sequence[int], own: Iterable[int]
+    ) -> tuple[Problem, Sequence[int]]:
+        """Return why gradients are no averages, and of which parameters."""
+        mixed = self.shares.mixed(own)
+        problems = Problem.FOREIGN if foreign else Problem(0)
+        problems |= Problem.MIXED if mixed else Problem(0)
+        if not self._reducer.ledger.sync_enabled:
+            problems |= Problem.LOCAL
+        return problems, foreign or mixed
+
+    def _problems(self, number: int) -> tuple[Problem, Sequence[int]]:
         """Return what is wrong with a step on this rank, and with which parameters."""
-        reducer = self._reducer
-        foreign = [
-            i for i in self._foreign_of[number] if reducer.params[i].grad is not None
-        ]
+        foreign = self._with_grads(self._foreign_of[number])
+        problems, concerned = self._not_averaged(foreign, self._own_of[number])
         changed: list[int] = []
         if not self._allows_changes:
             changed = self.shares.changed(self._own_of[number])
-        problems = Problem(0)
-        problems |= Problem.FOREIGN if foreign else Problem(0)
         problems |= Problem.CHANGED if changed else Problem(0)
-        problems |= Problem(0) if reducer.ledger.sync_enabled else Problem.LOCAL
         # A fused step skips itself, on the ranks that have found infinity.
         optimizer = self.optimizers[number]
         is_told = self._overflows is not None
         if getattr(optimizer, "found_inf", None) is not None and not is_told:
             problems |= Problem.SCALER
-        problems |= Problem.BROKEN_OFF if self._is_open else Problem(0)
-        return problems, [reducer.names[i] for i in foreign or changed]
+        moved = self._moved(number)
+        problems |= Problem.MOVED if moved else Problem(0)
+        return problems, concerned or changed or moved
+
+    def _moved(self, number: int) -> list[int]:
+        """Return the parameters of an optimizer that another one is known to step."""
+        groups, known = self.optimizers[number].param_groups, self._held[number]
+        if len(groups) == len(known) and all(
+            len(group["params"]) == len(params)
+            and all(map(is_, group["params"], params))
+            for group, params in zip(groups, known, strict=True)
+        ):
+            return []
+        held = _held_by(self.optimizers[number])
+        indices = (self._ids.get(id(param)) for param in chain.from_iterable(held))
+        moved = [
+            i for i in indices if i is not None and self.owners.stepper[i] != number
+        ]
+        if not moved:
+            self._held[number] = held  # they are new, or another group has them now
+        return moved
 
     def after(self, optimizer: Optimizer) -> None:
         """Give the new values of this rank's share to the others, and get theirs.
@@ -336,6 +415,7 @@ class ShardedStep(Observer):
             reducer.fail(error)
             raise error
 
+    @untraced
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> Tensor:
@@ -344,10 +424,33 @@ class ShardedStep(Observer):
         All ranks must call it together, and wait for each other.
 
         Raises:
-            RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+            ShardedStepError: Some rank does not, or does so with other arguments, or
+                has gradients that were not averaged.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite``; or torch
+                cannot calculate it.
         """
+        self._refuse_unfinished("Gradients are clipped")
+        with self._only_real_grads():
+            return self._clip(max_norm, norm_type, raises=error_if_nonfinite)
+
+    def _only_real_grads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._overflows is None else self._overflows.hidden()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Let averages move to new buckets inside the block."""
+        with self._only_real_grads():
+            unchanged = self.shares.unchanged()
+            yield
+            self.shares.restamp(unchanged)
+
+    def _clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
+        foreign = self._with_grads(chain.from_iterable(self._foreign_of))
+        problems, concerned = self._not_averaged(foreign, chain(*self._own_of))
+        arguments = zlib.crc32(repr((max_norm, norm_type, raises)).encode())
+        self._agree(Intent(Act.CLIP, arguments, problems), concerned)
         with self.shares.changing():
-            return self._norms.clip(max_norm, norm_type, raises=error_if_nonfinite)
+            return self._norms.clip(max_norm, norm_type, raises=raises)
 
     def bring_rest(self) -> None:
         """Wait for values that are still on their way, and write them to parameters."""
@@ -360,6 +463,22 @@ class ShardedStep(Observer):
         """
         self._returns.start(None)
         self._returns.finish()
+
+
+def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
+    """Return the parameters of an optimizer, by group."""
+    return [[*group["params"]] for group in optimizer.param_groups]
+
+
+def _counter_of(step: ShardedStep) -> Callable[[], int]:
+    """Return a function that returns how many steps were made; -1 if it is over."""
+    reference = weakref.ref(step)
+
+    def steps() -> int:
+        alive = reference()
+        return -1 if alive is None else alive.steps
+
+    return steps
 
 
 # For each divided optimizer the object above, and the numbers of its two hooks.
@@ -405,6 +524,7 @@ def _put_in_order(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 @untraced
 def _before_another(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if not is_divided(optimizer):
+        refuse_copy(optimizer)
         for step in [*_steps]:
             step.refuse_other(optimizer, has_stepped=False)
 

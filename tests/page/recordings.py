@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from random import Random
 
-from minidp.overlap.timeline import Param, Span, Turn
+from minidp.overlap.timeline import Param, Span, Turn, ValueTimes
 from tests.support.timelines import step, timeline
 
 
-def recordings(seed, *, ranks=None, steps=None, buckets=None, logical=False):
+def recordings(
+    seed, *, ranks=None, steps=None, buckets=None, logical=False, divided=False
+):
     """One timeline per rank; what is not given is drawn.
 
-    With ``logical`` each rank has some logical ranks.
+    With ``logical`` each rank has some logical ranks, and with ``divided`` values come
+    back, some of them in the next step.
     """
     random = Random(seed)
     ranks = ranks or random.randint(1, 4)
@@ -34,7 +37,28 @@ def recordings(seed, *, ranks=None, steps=None, buckets=None, logical=False):
             for i, n in enumerate(sizes)
         )
         found.append(replace(one, params=params))
+    if divided:
+        return [with_values(random, one) for one in found]
     return by_logical_ranks(random, found) if logical else found
+
+
+def with_values(random, one):
+    """Let values be sent after each backward, and come back then, or in a forward."""
+    steps, before = [], ()
+    for now, after in zip_longest(one.steps, one.steps[1:]):
+        at, sent = now.finalize_end_ns, []
+        for bucket in now.buckets:
+            sent.append((bucket.number, at, at := at + random.randint(0, 100_000)))
+        flights = []
+        for number, *times in sent:
+            if after is not None and random.random() < 0.5:
+                at = max(at, after.begin_ns)
+            waits = at, (at := at + random.randint(0, 900_000))
+            flights.append(ValueTimes(number, *times, *waits))
+        steps.append(replace(now, values=(*before, *flights)))
+        end = now.end_ns if after is None else after.begin_ns
+        before = tuple(each for each in flights if each.back_ns > end)
+    return replace(one, steps=tuple(steps))
 
 
 def by_logical_ranks(random, timelines):

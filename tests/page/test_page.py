@@ -55,7 +55,17 @@ def test_logical_ranks_have_the_numbers_of_the_report(opened, seed):
     timelines = recordings(seed, logical=True)
     page, words = check_words(opened, timelines), report(timelines)
     assert cells(page, "turns") == rows_of(words, "logical  rank", r" +\d+ ")
-    assert text(page, "slowest") in words.splitlines()
+    assert text(page, "about-turns") in words.splitlines()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_of_divided_steps_have_the_numbers_of_the_report(opened, seed):
+    timelines = recordings(seed, divided=True, buckets=3)
+    page, words = check_words(opened, timelines), report(timelines)
+    assert cells(page, "values") == rows_of(words, "of bucket", r" +\d+ ")
+    said = text(page, "about-values")
+    assert said.startswith("New values of parameters")
+    assert said in words
 
 
 def check_words(opened, timelines):
@@ -263,6 +273,42 @@ def test_a_logical_rank_is_a_row_of_its_rank(opened):
     assert "turn of a logical rank" in legend
     assert "no_sync()" not in legend
     assert page.get_by_label("Send half the bytes").count() == 0  # a hook is refused
+
+
+def test_values_have_a_row_below_each_rank(opened):
+    timelines = recordings(3, ranks=2, buckets=3, steps=3, divided=True)
+    page, run = opened(timelines), aligned(timelines)
+    found = page.evaluate(
+        "data.steps.map((_, n) => data.ranks.map((_, r) => "
+        "barsOf(recorded(n, r), r).values.bars))"
+    )
+    for n, ranks in enumerate(found):
+        origin = min(one.steps[n].begin_ns for one in run.ranks)
+        for bars, one in zip(ranks, run.ranks, strict=True):
+            step = one.steps[n]
+            exposed = [bar for bar in bars if bar["kind"] == "values, exposed"]
+            total = sum(bar["end"] - bar["begin"] for bar in exposed)
+            assert total / 1e9 == pytest.approx(overlap_of(one, step).values_s)
+            assert all(f"\nbucket {bar['text']}" in bar["tip"] for bar in exposed)
+            hidden = [bar for bar in bars if bar["kind"] == "values, hidden"]
+            assert {bar["text"] for bar in hidden} <= {""}
+            for bar in bars:
+                assert step.begin_ns <= bar["begin"] + origin
+                assert bar["end"] + origin <= step.end_ns
+    drawn = page.locator("#timeline text.soft").all_text_contents()
+    assert drawn.count("values") == 2
+    legend = page.locator("#legend").inner_text()
+    assert "values come back, exposed" in legend
+    assert page.locator("#timeline rect.k-values-exposed[data-bucket='1']").count()
+    page.locator("#buckets tr[data-bucket='1']").click()
+    bright = page.locator("#timeline [data-bucket]:not(.dim)")
+    assert {each.get_attribute("data-bucket") for each in bright.all()} == {"1"}
+
+
+def test_without_divided_steps_nothing_speaks_of_values(opened):
+    page = opened(recordings(3, ranks=2, buckets=3))
+    assert not page.is_visible("#of-values")
+    assert "values" not in page.locator("main").inner_text().lower()
 
 
 def test_without_logical_ranks_nothing_speaks_of_them(opened):

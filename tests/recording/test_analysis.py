@@ -24,7 +24,7 @@ from minidp.overlap.analysis import (
 from minidp.overlap.forecast import analyse, backward_of, network_of, samples_of
 from minidp.overlap.skew import aligned
 from minidp.overlap.text import _bandwidth, report
-from minidp.overlap.timeline import AUTO, AUTO_TRIES, ClockOffset
+from minidp.overlap.timeline import AUTO, AUTO_TRIES, ClockOffset, ValueTimes
 from tests.support.timelines import MS, span, step, timeline
 
 # Backward from 10 to 30 ms.
@@ -291,6 +291,20 @@ HIDDEN = timeline([step(0, [(12, 12, 20, 31), (21, 21, 30.5, 31)])])
 )
 def test_what_is_advised_and_what_it_gains(one, says):
     assert re.match(says, advice_for(one))
+
+
+@pytest.mark.parametrize(
+    ("one", "says"),
+    [
+        (PLAIN, r"Use bucket_cap_mb=1: predicted 62 ms instead"),
+        (alone(range(10), READY), r"Try bucket_cap_mb=1: predicted 62 ms .*if small"),
+        (alone(), NO_CAP),
+    ],
+)
+def test_what_does_not_go_with_divided_steps_is_not_advised(one, says):
+    """They have neither comm hooks nor bucket_cap_mb="auto"."""
+    steps = [replace(s, values=(ValueTimes(0, *[s.end_ns] * 4),)) for s in one.steps]
+    assert re.match(says, advice_for(replace(one, steps=tuple(steps))))
 
 
 def test_under_minidp_run_the_flag_is_advised(monkeypatch):

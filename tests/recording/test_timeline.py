@@ -15,6 +15,8 @@ LOCAL = {"local_forwards": [(1, 2)], "local_backwards": [(3, 4), (5, 6)]}
 STEPS = [step(3, BUCKETS, ready=(28, None), **LOCAL), step(4, BUCKETS, at=60)]
 GOOD = timeline(STEPS)
 TURNS = {"turns": [(4, 1, 7), (5, 8, 50)], "forward": (9, 10)}
+VALUES = {"values": [(1, 40, 41, 42, 45), (0, 41, 42, 45, 47)]}
+WITH_VALUES = timeline([step(4, BUCKETS, at=60, **VALUES)])
 WITH_TURNS = timeline([step(4, BUCKETS, at=60, **TURNS)], logical_ranks=8)
 
 
@@ -40,13 +42,15 @@ def test_all_times_of_a_step_move():
     moved = [step(3, BUCKETS, ready=(28, None), at=5, **LOCAL)]
     moved.append(step(4, BUCKETS, at=65))
     assert GOOD.moved(5_000_000) == timeline(moved)
+    moved = [step(4, BUCKETS, at=65, **VALUES)]
+    assert WITH_VALUES.moved(5_000_000) == timeline(moved)
     moved = [step(4, BUCKETS, at=65, **TURNS)]
     assert WITH_TURNS.moved(5_000_000) == timeline(moved, logical_ranks=8)
 
 
 def test_what_was_written_is_read():
     other = replace(GOOD, where=replace(GOOD.where, rank=1), clock=ClockOffset(-5, 2))
-    every = GOOD, other, WITH_TURNS
+    every = GOOD, other, WITH_TURNS, WITH_VALUES
     assert from_json(to_json(every)) == every
 
 
@@ -54,7 +58,7 @@ def test_what_was_written_is_read():
     ("path", "value", "says"),
     [
         (("kind",), "novel", 'is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "must be of version 5, but is of version 99"),
+        (("version",), 99, "must be of version 6, but is of version 99"),
         (("ranks",), {}, "is damaged: it holds no rank"),
         (("ranks", 0), 5, "is damaged"),
         (("ranks", 0, "where", "host"), None, "is damaged: .*'host'"),
@@ -76,13 +80,21 @@ def test_bad_files_are_named(path, value, says):
     assert "Recording.save()" in str(caught.value)  # what to do
 
 
+def test_files_from_before_divided_steps_are_read():
+    value = json.loads(to_json([WITH_TURNS]))
+    value["version"] = 5
+    for each in value["ranks"][0]["steps"]:
+        del each["values"]
+    assert from_json(json.dumps(value)) == (WITH_TURNS,)
+
+
 def test_files_from_before_logical_ranks_are_read():
     value = json.loads(to_json([GOOD]))
     value["version"] = 4
     (rank,) = value["ranks"]
     del rank["where"]["logical_ranks"]
     for each in rank["steps"]:
-        del each["loop_begin_ns"], each["turns"]
+        del each["loop_begin_ns"], each["turns"], each["values"]
     assert from_json(json.dumps(value)) == (GOOD,)
 
 

@@ -267,7 +267,7 @@ class Attending(nn.Module):
 
 
 @on_ranks(2)
-def test_an_evaluation_takes_the_same_fast_path(ctx, monkeypatch):
+def test_an_evaluation_takes_the_same_fast_path(ctx):
     forget_compilations()
     found, fast = [], torch._transformer_encoder_layer_fwd
     times = []
@@ -276,7 +276,6 @@ def test_an_evaluation_takes_the_same_fast_path(ctx, monkeypatch):
         times.append(1)
         return fast(*inputs)
 
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", noted)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
     for kind in (DistributedDataParallel, DataParallel):
         torch.manual_seed(1)
@@ -290,7 +289,8 @@ def test_an_evaluation_takes_the_same_fast_path(ctx, monkeypatch):
         optimizer.step()
         assert awaited(net) or kind is DistributedDataParallel
         ddp.eval()
-        with torch.no_grad():
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "_transformer_encoder_layer_fwd", noted)
             found.append(ddp(x))
     assert same(found[0], found[1])
     assert len(times) == 2

@@ -85,12 +85,15 @@ def batch(ctx, step):
     return torch.randn(4, 3, generator=generator)
 
 
-def train(ctx, ours, name, options, how, **more):
+def train(ctx, ours, name, options, how, **more):  # noqa: C901 -- a loop with all options
     torch.manual_seed(3)
     net = Net()
     kind = DataParallel if ours else DistributedDataParallel
     ddp = kind(net, process_group=ctx.group, **options)
     optimizers = OPTIMIZERS[name](list(net.parameters()))
+    if how.get("has_zeros"):
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
     if ours:
         ddp.sharded_step(*optimizers, per_parameter=name == "lamb", **more)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
@@ -100,7 +103,10 @@ def train(ctx, ours, name, options, how, **more):
             with ddp.no_sync():
                 ddp(batch(ctx, 50 + 10 * step + micro)).square().mean().backward()
         skips = how.get("skips") and (step + ctx.rank) % 3 == 0
+        skips = skips or (how.get("skips_all") and step % 3 != 1)
         ddp(batch(ctx, step), with_extra=not skips).square().mean().backward()
+        if how.get("looks_ahead"):  # in the first step this moves the gradients
+            ddp(batch(ctx, 90 + step))
         if "clip" in how:
             norm = (
                 ddp.clip_grad_norm_(how["clip"])
@@ -126,6 +132,12 @@ CASES = [
     ("adamw", {"gradient_as_bucket_view": True}, {"to_none": False, "clip": 0.3}),
     ("sgd", {"find_unused_parameters": True}, {"skips": True}),
     ("sgd", {"find_unused_parameters": True}, {"skips": True, "to_none": False}),
+    ("sgd", {"find_unused_parameters": True}, {"skips_all": True}),
+    ("sgd", {"find_unused_parameters": True}, {"skips_all": True, "to_none": False}),
+    ("sgd", {"find_unused_parameters": True}, {"skips_all": True, "has_zeros": True}),
+    ("sgd", {"gradient_as_bucket_view": True}, {"looks_ahead": True, "clip": 0.3}),
+    ("sgd", {"gradient_as_bucket_view": True}, {"looks_ahead": True}),
+    ("sgd", {"static_graph": True}, {"looks_ahead": True}),
     ("adamw", {"bucket_cap_mb": 0.001}, {}),
     ("muon", {"bucket_cap_mb": 0.001}, {}),
     ("adamw", {"static_graph": True}, {}),
@@ -277,16 +289,15 @@ def test_the_next_backward_waits_for_sums_of_others(ctx):
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @on_ranks(2, 3, 4)
-def test_messages_in_pieces_have_the_same_bits(ctx, monkeypatch, options, overlaps):
-    monkeypatch.setenv("MINIDP_SHARED_MEMORY", "0")
+def test_messages_in_pieces_have_the_same_bits(ctx, options, overlaps):
+    how, more = {"to_none": False}, {"overlap_param_gather": overlaps}
     found = []
     for nbytes in (2**20, 40):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", nbytes)
-        monkeypatch.setattr(returns, "CHUNK_BYTES", 4 * nbytes)
-        how = {"to_none": False}
-        found.append(
-            train(ctx, True, "adamw", options, how, overlap_param_gather=overlaps)[0]
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MINIDP_SHARED_MEMORY", "0")
+            patch.setattr(pieces, "PIECE_BYTES", nbytes)
+            patch.setattr(returns, "CHUNK_BYTES", 4 * nbytes)
+            found.append(train(ctx, True, "adamw", options, how, **more)[0])
     assert same(found[0], found[1])
     return found[1]
 

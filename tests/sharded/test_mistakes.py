@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -101,6 +102,21 @@ def test_what_a_share_cannot_do(ctx, act, text):
     return goes_on(ctx, ddp, optimizer)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_a_change_beside_a_forward_that_moves_gradients(ctx, when):
+    """The second forward makes new buckets, of which gradients are views."""
+    ddp, optimizer = made(ctx, gradient_as_bucket_view=True)
+    backward(ctx, ddp)
+    if when == "before":
+        clip(ddp, optimizer)
+    ddp(torch.ones(1, 4))
+    if when == "after":
+        clip(ddp, optimizer)
+    with pytest.raises(ShardedStepError, match="gradients were changed"):
+        optimizer.step()
+
+
 @on_ranks(2)
 def test_a_mistake_of_one_rank_is_an_error_of_all(ctx):
     ddp, optimizer = made(ctx)
@@ -143,20 +159,49 @@ def test_all_ranks_may_leave_out_a_step(ctx):
     return params_of(ddp)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("way", ["sync", "no_sync", "no_sync, sync"])
 @pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("view", [False, True])
 @on_ranks(2)
-def test_averages_that_are_not_zeroed(ctx, accumulates, steps):
-    ddp, optimizer = made(ctx)
+def test_averages_that_are_not_zeroed(ctx, way, steps, clips, view):
+    ddp, optimizer = made(ctx, gradient_as_bucket_view=view)
     backward(ctx, ddp)
     if steps:
         optimizer.step()
-    with (
-        pytest.raises(ShardedStepError, match="are still in"),
-        ddp.no_sync() if accumulates else nullcontext(),
-    ):
-        backward(ctx, ddp)
+    for how in way.split(", "):
+        with ddp.no_sync() if how == "no_sync" else nullcontext():
+            backward(ctx, ddp)
+    before = params_of(ddp)
+    act = ddp.clip_grad_norm_ if clips else lambda _: optimizer.step()
+    with pytest.raises(ShardedStepError, match=r"that were still in|another rank"):
+        act(1.0)
+    assert all(map(torch.equal, before, params_of(ddp)))
     return goes_on(ctx, ddp, optimizer)
+
+
+@pytest.mark.parametrize("way", ["sync", "no_sync", "no_sync, no_sync", "sync, sync"])
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2)
+def test_sums_with_averages_that_are_zeroed_in_time(ctx, way, to_none, view):
+    """They do no harm, and the next step is right, whatever comes before it."""
+    found = []
+    for spoils in (False, True):
+        ddp, optimizer = made(ctx, gradient_as_bucket_view=view)
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=to_none)
+            if number % 2:
+                with ddp.no_sync():
+                    backward(ctx, ddp, 10 + number)
+            backward(ctx, ddp, number)
+            optimizer.step()
+            for how in way.split(", ") if spoils else ():
+                with ddp.no_sync() if how == "no_sync" else nullcontext():
+                    backward(ctx, ddp, 20 + number)
+        found.append(params_of(ddp))
+    assert all(map(torch.equal, *found))
+    return found[0]
 
 
 @on_ranks(2)
@@ -194,8 +239,36 @@ def test_a_step_that_raised_and_is_forgotten(ctx):
     with pytest.raises(ValueError, match="out of luck"):
         optimizer.step()
     optimizer.is_broken = False
-    with pytest.raises(ShardedStepError, match="the last step raised"):
+    with pytest.raises(ShardedStepError, match="its last step raised"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@on_ranks(2)
+def test_a_step_that_raised_on_one_rank_and_is_forgotten(ctx, steps):
+    """Its next forward says so, and the others wait no longer."""
+    ddp, optimizer = made(ctx, lambda ps: Breaks(ps, 0.1), {"per_parameter": True})
+    for number in range(steps):
+        backward(ctx, ddp, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(ctx, ddp, 5)
+    optimizer.is_broken = ctx.rank == 1
+    began = time.monotonic()
+
+    def goes_on_without_a_word():
+        with suppress(ValueError):
+            optimizer.step()
+        backward(ctx, ddp, 6)
+
+    with pytest.raises(MiniDPError) as error:
+        goes_on_without_a_word()
+    says(error, "its last step raised")  # on rank 0, too, which tells what rank 1 said
+    assert time.monotonic() - began < 5
+    optimizer.is_broken = False
+    with pytest.warns(match=f"{steps + 1} on rank 0, {steps} on rank 1"):
+        ddp.reset()
+    return params_of(ddp)
 
 
 @on_ranks(2)
@@ -255,9 +328,15 @@ def missing(ps):
     return torch.optim.SGD(ps[1:], 0.1)
 
 
+def several_dtypes(ps):
+    ps[0].data = ps[0].data.double()
+    return torch.optim.Adafactor(ps)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
+        (several_dtypes, TypeError, "takes that of the first gradient's dtype"),
         (lbfgs, TypeError, "needs a closure"),
         (subclass, TypeError, "sharded_step does not know Own"),
         (missing, ValueError, "no optimizer has 0.weight"),
@@ -342,6 +421,57 @@ def test_second_order_backwards_are_refused(ctx):
     return goes_on(ctx, ddp, optimizer)
 
 
+def by_hand(p):
+    p -= 0.1 * p.grad
+
+
+def through_data(p):
+    p.data.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize("how", [by_hand, through_data])
+@pytest.mark.parametrize("every", [0, "auto"])
+@on_ranks(2)
+def test_an_update_by_hand_of_what_has_a_gradient(ctx, how, every):
+    """Each rank changes its own share: the next backward finds that."""
+    ddp, optimizer = made(ctx, check_replicas_every=every)
+    backward(ctx, ddp)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(ctx, ddp, 1)
+    with torch.no_grad():
+        for p in ddp.parameters():
+            if p.grad is not None:
+                how(p)
+    ddp.zero_grad()
+    with pytest.raises(ShardedStepError, match="Perhaps they were changed by hand"):
+        backward(ctx, ddp, 2)
+    return goes_on(ctx, ddp, optimizer)
+
+
+@on_ranks(2)
+def test_updates_by_hand_that_are_right(ctx):
+    """All ranks decay all weights; and one rank looks at an average of them."""
+    ddp, optimizer = made(ctx)
+    average = [p.detach().clone() for p in ddp.parameters()]
+    for number in range(6):
+        backward(ctx, ddp, number)
+        if number % 3:
+            optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.mul_(0.99)
+            if ctx.rank == 0:
+                kept = params_of(ddp)
+                for p, mean in zip(ddp.parameters(), average, strict=True):
+                    mean.lerp_(p, 0.1)
+                    p.copy_(mean)
+                for p, value in zip(ddp.parameters(), kept, strict=True):
+                    p.copy_(value)
+    return params_of(ddp)
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer of the same parameters that calls another one, as Lookahead does."""
 
@@ -404,8 +534,9 @@ def test_averages_that_are_changed_and_not_zeroed(ctx):
     backward(ctx, ddp)
     torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.001)
     optimizer.step()
-    with pytest.raises(ShardedStepError, match="are still in"):
-        backward(ctx, ddp)
+    backward(ctx, ddp)
+    with pytest.raises(ShardedStepError, match="that were still in"):
+        optimizer.step()
     return goes_on(ctx, ddp, optimizer)
 
 
@@ -427,3 +558,45 @@ def test_a_layer_that_is_unfrozen_later(ctx):
     optimizer.zero_grad()
     with pytest.raises(MiniDPError, match=r"0\.weight"):
         backward(ctx, ddp, 2)
+
+
+def two_optimizers(ctx):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    ddp = DataParallel(net, process_group=ctx.group, hang_timeout=10.0)
+    ps = list(net.parameters())
+    both = torch.optim.SGD(ps[:2], 0.1), torch.optim.SGD(ps[2:], 0.1)
+    ddp.sharded_step(*both)
+    return ddp, both
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@on_ranks(2)
+def test_a_parameter_that_a_second_optimizer_gets(ctx, steps):
+    ddp, both = two_optimizers(ctx)
+    for number in range(steps):
+        backward(ctx, ddp, number)
+        for each in both:
+            each.step()
+            each.zero_grad()
+    both[1].add_param_group({"params": [ddp.module[0].bias]})
+    backward(ctx, ddp, 5)
+    both[0].step()
+    with pytest.raises(ShardedStepError, match="add_param_group") as error:
+        both[1].step()
+    says(error, "Parameters: 0.bias", "on rank 0, 1")
+
+
+@on_ranks(2)
+def test_parameters_that_an_optimizer_may_get(ctx):
+    """Those of no wrapper, and its own in another group."""
+    ddp, both = two_optimizers(ctx)
+    both[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    bias = both[1].param_groups[0]["params"].pop()
+    both[1].add_param_group({"params": [bias], "lr": 0.01})
+    for number in range(3):
+        backward(ctx, ddp, number)
+        for each in both:
+            each.step()
+            each.zero_grad()
+    return params_of(ddp)

@@ -91,10 +91,55 @@ def test_a_scaler_of_which_nobody_knows(ctx):
             scaler.step(optimizer) or ddp(torch.ones(1, 4)).sum().backward()
 
 
+class Branches(nn.Module):
+    """Two layers, one in each forward: they have different owners."""
+
+    def __init__(self, *, has_one=False):
+        super().__init__()
+        self.left = nn.Linear(4, 4, bias=False)
+        self.right = self.left if has_one else nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, *, goes_left):
+        return self.left(x) if goes_left else self.right(x)
+
+
+def train_branches(ctx, ours, branches, *, fused, clips, to_none):
+    torch.manual_seed(0)
+    net = Branches(has_one=branches == "one")
+    kind = DataParallel if ours else DistributedDataParallel
+    ddp = kind(net, process_group=ctx.group, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01, fused=fused)
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    if ours:
+        ddp.sharded_step(optimizer, grad_scaler=scaler)
+    seen = []
+    for step in range(8):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        loss = ddp(x * (1 + ctx.rank), goes_left=step % 3 != 1).square().mean()
+        scaler.scale(loss * (torch.inf if step in (2, 4) else 1.0)).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            clip = ddp.clip_grad_norm_ if ours else clip_of(ddp)
+            seen.append(clip(0.1).nan_to_num(-1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+        optimizer.zero_grad(set_to_none=to_none)
+    return [p.detach().clone() for p in net.parameters()], seen
+
+
+def clip_of(ddp):
+    return lambda max_norm: clip_grad_norm_(ddp.parameters(), max_norm)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("fused", "clips"), [(False, False), (False, True), (True, 0)])
+@pytest.mark.parametrize("branches", ["two", "one"])
 @on_ranks(2)
-def test_a_rank_without_parameters_is_refused(ctx):
-    net = nn.Linear(4, 4, bias=False)
-    ddp = DataParallel(net, process_group=ctx.group)
-    optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(ValueError, match="owns no parameter"):
-        ddp.sharded_step(optimizer, grad_scaler=GradScaler("cpu"))
+def test_a_share_without_gradients(ctx, branches, fused, clips, to_none):
+    """One rank has no gradient in a step, or owns no parameter at all."""
+    how = {"fused": fused, "clips": clips, "to_none": to_none}
+    theirs = train_branches(ctx, False, branches, **how)
+    ours = train_branches(ctx, True, branches, **how)
+    assert same(theirs, ours)
+    return ours

@@ -11,6 +11,7 @@ from minidp.overlap.timeline import (
     Step,
     Timeline,
     Turn,
+    ValueTimes,
     Where,
 )
 
@@ -36,11 +37,13 @@ def step(
     local_forwards: Sequence[tuple[float, float]] = (),
     local_backwards: Sequence[tuple[float, float]] = (),
     turns: Sequence[tuple[int, float, float]] = (),
+    values: Sequence[tuple[int, float, float, float, float]] = (),
 ) -> Step:
     """Make a step that begins at ``at`` ms; all other times count from there.
 
     ``turns`` has the number, begin and end of the turns of logical ranks, whose loop
-    begins with the step.
+    begins with the step. ``values`` has the number of a bucket, and when its new values
+    were started, sent, awaited and back.
     """
     done = max([backward[1], *(times[3] for times in buckets)])
     return Step(
@@ -62,6 +65,10 @@ def step(
         turns=tuple(
             Turn(round((at + begin) * MS), round((at + end) * MS), number)
             for number, begin, end in turns
+        ),
+        values=tuple(
+            ValueTimes(number, *(round((at + ms) * MS) for ms in times))
+            for number, *times in values
         ),
     )
 
