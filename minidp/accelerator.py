@@ -246,14 +246,14 @@ class HomeStreams:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = [each for each in devices if has_streams(each)]
+        self.devices = [each for each in devices if has_streams(each)]
         self._streams: dict[torch.device, torch.Stream] = {}
-        self.are_several = len(self._devices) > 1
+        self.are_several = len(self.devices) > 1
 
     def note(self) -> None:
         """Note the streams that are current now, at the end of a forward."""
         if self.are_several:
-            self._streams = {each: current_stream(each) for each in self._devices}
+            self._streams = {each: current_stream(each) for each in self.devices}
 
     def add_to(self, buckets: Iterable[BucketStreams | None]) -> None:
         """Let whoever flattens a bucket wait for the script's stream, too."""

@@ -19,6 +19,7 @@ from .backends import (
     group_timeout,
     is_builtin,
     is_plain_gloo,
+    streams_wait,
 )
 from .collectives import (
     MESSAGE_BYTES,
@@ -34,6 +35,7 @@ from .collectives import (
     start_gathering,
     start_scatter,
     start_sharing,
+    start_spreading,
     wait_for_message,
 )
 from .communicator import (
@@ -58,7 +60,12 @@ from .groups import (
     lifetime_of_default_group,
 )
 from .replacements import free_replaced, fresh_group, note_replaced
-from .side_groups import group_of_forwards, renew_side_groups, side_group
+from .side_groups import (
+    group_of_forwards,
+    renew_side_groups,
+    side_group,
+    way_of_hosts,
+)
 from .stores import (
     address_of,
     gather_json,
@@ -73,6 +80,7 @@ from .stores import (
 )
 from .work import (
     FutureWork,
+    HostWork,
     NoWork,
     Work,
     is_python_group,
@@ -87,6 +95,7 @@ __all__ = [
     "STORE_SECONDS",
     "Communicator",
     "FutureWork",
+    "HostWork",
     "InFlight",
     "NoWork",
     "PeerMonitor",
@@ -139,9 +148,12 @@ __all__ = [
     "start_gathering",
     "start_scatter",
     "start_sharing",
+    "start_spreading",
+    "streams_wait",
     "then",
     "wait_for",
     "wait_for_message",
     "waiting",
     "warn_without_store",
+    "way_of_hosts",
 ]

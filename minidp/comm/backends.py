@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from minidp.accelerator import has_streams
+
 from .groups import ProcessGroup
 from .work import is_python_group
 
@@ -46,6 +48,16 @@ def is_timed(group: ProcessGroup, device: torch.device | None = None) -> bool:
     return names == {"gloo"}
 
 
+def streams_wait(group: ProcessGroup, device: torch.device) -> bool:
+    """Return whether streams wait for a group's collectives on a device, and no host.
+
+    Of a group that is written in Python nobody knows it.
+    """
+    if not has_streams(device) or is_python_group(group):
+        return False
+    return backend_of(group, device) != "gloo"
+
+
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for a device, or "" if the group has none for it.
 
@@ -72,6 +84,14 @@ def is_builtin(group: ProcessGroup) -> bool:
     if group.size() == 1 or group not in c10d._world.pg_map:
         return False  # torch does not know the backends of a Python group
     return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
+
+
+def sends_from_cpu(group: ProcessGroup) -> bool:
+    """Return whether a group has a backend that sends tensors of the CPU."""
+    if is_python_group(group):
+        meta = torch.device("meta")
+        return exchange_device(group, meta) != meta
+    return torch.device("cpu") in group._device_types
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:

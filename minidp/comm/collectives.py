@@ -299,6 +299,26 @@ def start_sharing(
     return list(arrived.split(to_get)), work
 
 
+def start_spreading(flats: Sequence[torch.Tensor], group: ProcessGroup) -> Work:
+    """Start to overwrite tensor r by that of rank r, for each rank, in one launch.
+
+    All ranks must call it, in the same order. It is an all-gather of unequal parts,
+    which each have their place already, for groups whose collectives streams wait for.
+
+    Args:
+        flats: A tensor for each rank, of one dimension, alike on all ranks. One at
+            least is not empty.
+        group: The process group.
+    """
+    device = flats[0].device
+    group._start_coalescing(device)
+    for rank, flat in enumerate(flats):
+        if flat.numel():
+            start_broadcast(flat, group, rank)
+    work: Work = group._end_coalescing(device)
+    return work
+
+
 class GatheredParts:
     """What `start_scatter` starts in a group without all-to-all, as a work.
 
@@ -324,6 +344,7 @@ class GatheredParts:
     def wait(self) -> None:
         """Wait for the tensors of all ranks, and keep the parts of this one."""
         self._work.wait()
+        use_here(self._rows, self._arrived)
         stop = self._start + self._arrived.shape[1]
         self._arrived.copy_(self._rows[:, self._start : stop])
 
@@ -346,9 +367,10 @@ def wait_for_message(work: Work, device: torch.device, group: ProcessGroup) -> N
         device: Where its tensors lie.
         group: The group.
     """
-    is_known = type(group) is ProcessGroup  # no side group, which is Gloo anyway
-    if is_known and device.type == "cpu" and backend_of(group, device) == "gloo":
-        work = HostWork(work)
+    if device.type == "cpu" and not is_python_group(group):
+        is_side = type(group) is not ProcessGroup  # which is Gloo
+        if is_side or backend_of(group, device) == "gloo":
+            work = HostWork(work)
     wait_for(work)
 
 

@@ -392,16 +392,17 @@ class Communicator:
 
         No wait of the host can limit one that runs on a device. It is listed instead,
         for the watchdog. A collective that a graph captures does not run yet, and to
-        ask for its end would end the capture.
+        ask for its end would end the capture. One of the hosts is waited for as on the
+        CPU.
 
         Args:
             work: The collective.
             device: Where its tensors lie.
         """
         self.tally.has_reduced |= not isinstance(work, FutureWork)
-        if not self.is_on_device:
-            self.tally.started += 1
-            self.tally.launched += 1
+        if not self.is_on_device or device.type == "cpu":
+            self.tally.started += not self.lost
+            self.tally.launched += not self.lost
             return
         is_capturing = accelerator.is_capturing(device)
         if not is_capturing:

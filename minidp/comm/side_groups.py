@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from .backends import group_timeout, is_timed
+from .backends import group_timeout, is_timed, sends_from_cpu
 from .endings import call_once_at_exit, settle
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import group_store, has_store
 from .work import waiting
 
+_CPU = torch.device("cpu")
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
     WeakKeyDictionary()
 )
@@ -76,6 +78,31 @@ def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
     backends, and without a store, it is ``group`` itself.
     """
     return side_group(group, "forwards") if is_timed(group) else group
+
+
+def way_of_hosts(
+    group: ProcessGroup, device: torch.device
+) -> tuple[ProcessGroup, torch.device]:
+    """Return how hosts tell each other what no device needs to know.
+
+    A message through a device would let the host wait for all that is queued there. So
+    it goes from CPU to CPU. A group that cannot do that (NCCL alone) has a side group
+    of Gloo for it. All ranks must make the first call together, because that creates
+    the side group.
+
+    Args:
+        group: The group whose ranks take part.
+        device: Their device.
+
+    Returns:
+        The group, and the device on which a message has to lie. It is ``device`` if
+        there is no other way.
+    """
+    if device.type == "cpu" or sends_from_cpu(group):
+        return group, _CPU
+    if has_store(group):
+        return side_group(group, "messages of the hosts"), _CPU
+    return group, device
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:

@@ -13,10 +13,14 @@ from torch import Tensor
 from minidp.accelerator import use_here
 from minidp.comm import (
     Communicator,
+    HostWork,
+    NoWork,
     Work,
     all_reduce,
     group_of_forwards,
+    is_python_group,
     start_gathering,
+    way_of_hosts,
 )
 from minidp.shared_memory import SharedBuffer
 
@@ -29,7 +33,9 @@ class Exchange:
     Args:
         what: Names the sum in errors, as in "waiting for WHAT".
         part: Number and dtype of the elements that each rank brings.
-        device: Where the elements lie.
+        device: Where the elements lie. On the CPU, if the communicator is of another
+            device, the hosts alone exchange them, and wait for no device: see
+            `way_of_hosts`.
         communicator: The communicator of the ranks.
         by_rank: Whether the sum has room for a row of each rank. A rank writes to its
             own row, and leaves zeros in the others, so that nothing is mixed.
@@ -55,8 +61,9 @@ class Exchange:
         # The sum, or a row for each rank, valid after `settle`; None before the first.
         self.values: Tensor | None = None
         self._launching, self._waiting = f"launching {what}", f"waiting for {what}"
-        self._device, self._is_on_cpu = device, device.type == "cpu"
+        self.device, self._is_on_cpu = device, device.type == "cpu"
         self._communicator = communicator
+        self._is_of_hosts = self._is_on_cpu and communicator.device.type != "cpu"
         self._work: Work | None = None  # may outlast the backward
         self._mine: Tensor | None = None  # what this rank brings to it
         # The memory through which the sum travels; None if it does so as a message.
@@ -77,7 +84,7 @@ class Exchange:
         if self._shared is not None:
             return self._shared.values.zero_()
         numel, dtype = self.shape
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def start(self, mine: Tensor) -> None:
         """Start to add up what each rank brings, without waiting for it.
@@ -96,6 +103,8 @@ class Exchange:
             if self._shared is not None:
                 self.values = self._shared.values.copy_(mine)
                 self._work = self._shared.all_reduce()
+            elif self._is_of_hosts:
+                self.values, self._work = mine, self._start_of_hosts(mine)
             elif self.uses_forward_group:
                 self.values, self._work = start_gathering(
                     mine, group_of_forwards(group)
@@ -103,7 +112,14 @@ class Exchange:
             else:
                 self.values, self._work = mine, all_reduce(mine, group)
             self._mine = mine
-            self._communicator.note_started(self._work, self._device)
+            self._communicator.note_started(self._work, self.device)
+
+    def _start_of_hosts(self, mine: Tensor) -> Work:
+        group, _ = way_of_hosts(self._communicator.group, self._communicator.device)
+        work = all_reduce(mine, group)
+        # The host waits for it as on the CPU, and not as for what runs on the device.
+        is_plain = not isinstance(work, NoWork) and not is_python_group(group)
+        return HostWork(work) if is_plain else work
 
     def settle(self) -> None:
         """Wait for the sum that is in flight, if there is one.

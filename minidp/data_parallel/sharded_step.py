@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from minidp.comm import exchange_device, gather_integers
+from minidp.comm import gather_integers, way_of_hosts
 from minidp.console import warn
 from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
@@ -53,7 +53,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     The training loop stays as it is. A backward sends gradients to the rank that owns
     the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
     share of this rank, and returns when all ranks have the new values of all
-    parameters. The bits are those of a plain loop on two ranks.
+    parameters; on an accelerator the stream that is current has them then. The bits are
+    those of a plain loop on two ranks.
 
     Args:
         optimizers: Optimizers that together hold all parameters of the module, each of
@@ -73,8 +74,8 @@ def sharded_step(  # noqa: D417 -- self: a method
             called on the process group itself, transforms of ``torch.func`` of the
             parameter itself, and C++ code that gets a parameter of another module.
             The step waits, as it does without this option, for parameters whose memory
-            another tensor shares, and for all if something is compiled in this process
-            (``torch.compile``, TorchScript).
+            another tensor shares, and for all on an accelerator, or if something is
+            compiled in this process (``torch.compile``, TorchScript).
 
     Raises:
         TypeError: An optimizer cannot be divided.
@@ -111,6 +112,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option overlap_param_gather"] = str(overlap_param_gather)
     with reducer.communicator.blocking(_COMPARING):
         verify.verify(texts, group, device)
+    with reducer.communicator.blocking("connecting the hosts for sharded_step"):
+        way_of_hosts(group, device)
     self._sharded = ShardedStep(
         reducer,
         optimizers,
@@ -150,7 +153,9 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
         to: The rank that gets the state.
 
     Returns:
-        The state on the rank that collects it, and None on the other ranks.
+        The state on the rank that collects it, and None on the other ranks. If states
+        lie on an accelerator, there may be no room on that of one rank: tensors of
+        other ranks come to the CPU.
     """
     if self._sharded is None or not is_divided(optimizer):
         return optimizer.state_dict() if self._reducer.rank == to else None
@@ -245,8 +250,8 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
         max_norm: The greatest norm that is allowed.
         norm_type: The order of the norm; may be infinity.
         error_if_nonfinite: Whether to raise an error if the norm is NaN or infinite.
-        foreach: As in torch's function. With `sharded_step`, which knows the CPU only,
-            it makes no difference: neither do the bits there.
+        foreach: As in torch's function. With `sharded_step` it makes no difference:
+            norms are those of its default.
 
     Returns:
         The total norm before, as a tensor without dimensions.
@@ -281,10 +286,6 @@ def _obstacle(ddp: DataParallel) -> str:
         "another wrapper of the same parameters": ddp._guard.shares_parameters,
         "join()": ddp._join_config.enable,
         "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
-        # On a device streams would have to wait for each other here; nobody tried it.
-        "parameters on an accelerator": any(
-            spec.device.type != "cpu" for spec in queue.specs
-        ),
     }
     return next((name for name, is_there in obstacles.items() if is_there), "")
 
@@ -315,18 +316,26 @@ def _steppers(ddp: DataParallel, optimizers: Sequence[Optimizer]) -> list[int]:
     return [found[id(param)] for param in ddp._reducer.params]
 
 
-def repair(ddp: DataParallel) -> None:
+def repair(ddp: DataParallel, wrong: list[int]) -> list[int]:
     """Give all ranks the values of each parameter that its owner has, after an error.
 
     All ranks call it together in ``reset()``. A step may have been made on some ranks
     before another one failed. A warning says so if the shares have made unequal numbers
     of steps, because no rank can put that right.
+
+    Args:
+        ddp: The wrapper.
+        wrong: The ranks whose parameters hold an incomplete average.
+
+    Returns:
+        The same ranks; or all of them if steps are divided and any was wrong, because
+        each rank has its share now.
     """
     if (sharded := ddp._sharded) is not None:
         group, rank = ddp.process_group, ddp._reducer.rank
         with ddp._reducer.communicator.blocking("comparing the shares in reset()"):
-            device = exchange_device(group, ddp._reducer.params[0].device)
-            steps = [row[0] for row in gather_integers([sharded.steps], group, device)]
+            way, place = way_of_hosts(group, ddp._reducer.params[0].device)
+            steps = [row[0] for row in gather_integers([sharded.steps], way, place)]
         sharded.bring_all()
         sharded.steps = max(steps)
         if len(set(steps)) > 1:
@@ -341,6 +350,11 @@ def repair(ddp: DataParallel) -> None:
                     remedy="load a checkpoint of model and optimizers on all ranks",
                 )
             )
+        if wrong:
+            ddp._reducer.incomplete.forget()  # parameters have other versions now
+            ddp._reducer.incomplete.note()
+            return [*range(group.size())]
+    return wrong
 
 
 def refuse(ddp: DataParallel, what: str) -> None:

@@ -551,7 +551,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.connect(self.module)
         logical_ranks.connect(self, copy_from)
         stop_joining(self)
-        sharded_step.repair(self)
+        wrong = sharded_step.repair(self, wrong)
         compare_or_copy(self, copy_from, wrong)
 
     def set_recorder(self, recorder: Recorder | None) -> None:

@@ -211,8 +211,9 @@ class Guard:
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def _let_pass(self, optimizer: Optimizer) -> None:
-        self.reducer.communicator.note_step()
-        if id(optimizer) in self._left and self.reducer.ledger.sync_enabled:
+        if id(optimizer) not in self._left:
+            self.reducer.communicator.note_step()
+        elif self.reducer.ledger.sync_enabled:
             self._joined = self.late_parameters.find()  # the next forward compares them
 
     def _refuse_double_step(self) -> NoReturn:
@@ -646,8 +647,9 @@ class Guard:
     def leave_to_others(self, optimizer: Optimizer) -> None:
         """Let an optimizer step unchecked for good, because another feature checks it.
 
-        The feature divides the steps among ranks, whose gradients differ. But no
-        feature averages parameters that join the module later.
+        The feature divides the steps among ranks, whose gradients differ, and notes a
+        step (`Communicator.note_step`) when all ranks have agreed on it. But no feature
+        averages parameters that join the module later.
         """
         self._allowed.add(id(optimizer))
         self._left.add(id(optimizer))

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from minidp.comm import Communicator
+from minidp.accelerator import to_host, upload
+from minidp.comm import Communicator, way_of_hosts
 from minidp.core import Exchange
 from minidp.errors import ShardedStepError, explain, listed
 
@@ -93,9 +94,10 @@ class Agreement:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         part = (len(Intent._fields), torch.int64)
-        cpu = torch.device("cpu")
+        # What this rank does only its host knows, and what others do only hosts need.
+        _, self._device = way_of_hosts(communicator.group, communicator.device)
         self.exchange = Exchange(
-            "the agreement on a step", part, cpu, communicator, by_rank=True
+            "the agreement on a step", part, self._device, communicator, by_rank=True
         )
 
     def reach(self, mine: Intent, names: Sequence[str] = ()) -> None:
@@ -117,11 +119,11 @@ class Agreement:
         else:
             row = self.exchange.blank()
             place = self._communicator.rank * len(mine)
-            row[place : place + len(mine)] = torch.tensor(
-                [*map(int, mine)], device="cpu"
+            row[place : place + len(mine)] = upload(
+                [*map(int, mine)], torch.int64, self._device
             )
             self.exchange.start(row)
-            rows = self.exchange.take().view(-1, len(mine)).tolist()
+            rows = to_host(self.exchange.take()).view(-1, len(mine)).tolist()
             intents = [Intent(Act(a), o, Problem(p)) for a, o, p in rows]
         rank = self._communicator.rank
         for problem in Problem:

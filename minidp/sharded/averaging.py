@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
-from minidp import comm
+from minidp import accelerator, comm
 from minidp.core import Averaging
 from minidp.errors import GradientError, explain
 from minidp.hooks import CommHook
@@ -84,7 +85,10 @@ class ShardedAveraging(Averaging):
             return super().reduce(plan, payload, shared)
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
         widths = [width * reals for width in self._widths[plan.number]]
-        return share_sum(payload, widths, self._communicator.group)
+        group = self._communicator.group
+        if comm.streams_wait(group, payload.device):
+            return StreamedShare(payload, widths, group, plan.number)
+        return share_sum(payload, widths, group)
 
     def share(self, layout: Layout, *args: Any, **options: Any) -> list[SharedBuffer]:
         """Note what each rank gets of the buckets of a new layout; see `Averaging`."""
@@ -124,7 +128,7 @@ def share_sum(
         group: The process group.
     """
     starts = [sum(widths[:rank]) for rank in range(len(widths))]
-    ranges = cut(widths, payload.element_size())
+    ranges = cut(widths, payload)
     pieces = []
     for parts in ranges:
         sent = payload
@@ -137,8 +141,65 @@ def share_sum(
         )
         start, part = starts[group.rank()], parts[group.rank()]
         mine = payload[start + part.start : start + part.stop]
-        pieces.append(Piece(work, partial(_add_up, arrived, mine), sent))
+        pieces.append(Piece(work, partial(_take, arrived, mine), sent))
     return Pieces(pieces, group)
+
+
+class StreamedShare:
+    """The sum of this rank's stretch of a bucket on a device, as a work.
+
+    Streams wait, and no host. All of it is queued at once, on a stream of its own, so
+    that the backward goes on. What arrives is memory of that stream, which the next
+    bucket there can use at once, however far the device is behind. There are two such
+    streams, so that a bucket can travel while the one before it is added up.
+
+    Args:
+        payload: The bucket, as in `share_sum`.
+        widths: How many elements each rank owns of it.
+        group: The process group, for whose collectives streams wait.
+        number: The number of the bucket.
+    """
+
+    def __init__(
+        self,
+        payload: Tensor,
+        widths: Sequence[int],
+        group: comm.ProcessGroup,
+        number: int,
+    ) -> None:
+        rank, device = group.rank(), payload.device
+        start = sum(widths[:rank])
+        self._mine = payload[start : start + widths[rank]]
+        self._purpose = f"sums of shares {number % 2}"
+        filled = accelerator.After(device)
+        with accelerator.on_side_stream(device, self._purpose):
+            filled.hold_back()
+            accelerator.use_here(payload)  # which may be dropped at any time
+            arrived, work = comm.start_scatter(payload, widths, group)
+            comm.wait_for(work)
+            _add_up(arrived, self._mine)
+            self._end = accelerator.After(device)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the sum, which the stream of the sums records now."""
+        device = self._mine.device
+        future: Future[Any] = Future(devices=[device])
+        with accelerator.on_side_stream(device, self._purpose):
+            future.set_result(self._mine)
+        return future
+
+    def is_completed(self) -> bool:
+        """Return whether the device has written the sum."""
+        return self._end.has_come()
+
+    def wait(self) -> None:
+        """Let the current stream wait for the sum."""
+        self._end.hold_back()
+
+
+def _take(arrived: Tensor, mine: Tensor) -> None:
+    accelerator.use_here(arrived)  # it is of the stream that has filled the bucket
+    _add_up(arrived, mine)
 
 
 def _add_up(arrived: Tensor, mine: Tensor) -> None:

@@ -104,13 +104,16 @@ def can_be_awaited(params: Iterable[nn.Parameter]) -> bool:
     """Return whether nobody can read these but through the parameters themselves.
 
     Another tensor of the same memory (a view that the script keeps, an array of numpy)
-    would show old values. And code that was compiled in this process would be compiled
-    anew for every class of parameters that it meets.
+    would show old values. On a device any stream may read them, and the one that has
+    waited would not tell the others. And code that was compiled in this process would
+    be compiled anew for every class of parameters that it meets.
     """
     if _was_compiled():
         return False
     alone = _uses_of_new_memory()
-    return all(type(p) is nn.Parameter and _uses(p) == alone for p in params)
+    return all(
+        type(p) is nn.Parameter and p.is_cpu and _uses(p) == alone for p in params
+    )
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidp import accelerator
 from minidp.core import DenseBucket, Slots
 from minidp.errors import GradientError, explain
 from minidp.layout import BucketPlan
@@ -162,6 +163,8 @@ class ShardedBucket(DenseBucket):
         super().write_averages({*untouched, *self.foreign})
         for k in self.foreign:
             if k not in untouched:
+                if self.streams is not None:  # the user may have made it
+                    accelerator.use_here(self.params[k].grad)
                 self.params[k].grad = None
 
     def room(self) -> Room:
@@ -173,6 +176,8 @@ class ShardedBucket(DenseBucket):
                 flat.as_strided(s.shape, s.stride, s.offset) for s in self.plan.slots
             ]
             return Room(self.plan, flat, views)
+        if self.streams is not None:  # the step may run on another stream
+            self.streams.use_buffer(self.payload)
         return Room(self.plan, self._values, self.views, has_grads=self._as_view)
 
     def given_room(self, shared: SharedBuffer) -> Room:

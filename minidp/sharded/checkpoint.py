@@ -28,6 +28,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from minidp import comm
+from minidp.accelerator import to_host
 from minidp.core import Reducer
 from minidp.errors import ShardedStepError, explain
 
@@ -207,10 +208,13 @@ def whole_state(
 ) -> dict[str, Any] | None:
     """Return the state of all shares on rank ``to``, and None on the others.
 
-    All ranks must call it together. One share is on its way at a time.
+    All ranks must call it together. One share is on its way at a time. If states lie
+    on devices, those of the other ranks come to the CPU.
     """
     communicator = reducer.communicator
-    group, device = communicator.group, torch.device("cpu")
+    group, device = comm.way_of_hosts(communicator.group, communicator.device)
+    # Devices have the numbers of the rank that has saved them, and may have no room.
+    place = torch.device("cpu")
     whole = optimizer.state_dict()
     for each in whole["param_groups"]:
         each.pop(MARK, None)
@@ -231,8 +235,9 @@ def whole_state(
                 comm.start_broadcast(data, group, rank), device, group
             )
             if communicator.rank == to:
-                share = torch.load(io.BytesIO(bytes(data.numpy())), weights_only=False)
-                whole["state"] |= share
+                share = io.BytesIO(bytes(to_host(data).numpy()))
+                found = torch.load(share, map_location=place, weights_only=False)
+                whole["state"] |= found
     if communicator.rank != to:
         return None
     whole["state"] = dict(sorted(whole["state"].items()))

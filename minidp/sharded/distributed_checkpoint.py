@@ -147,10 +147,10 @@ class OptimizerShare:
             self._optimizer.load_state_dict(self._numbered(state_dict))
         except Exception as problem:
             error = problem
-        communicator, cpu = self._reducer.communicator, torch.device("cpu")
+        communicator = self._reducer.communicator
         with communicator.blocking("loading the state of an optimizer"):
-            mine = [int(error is not None)]
-            everyone = comm.gather_integers(mine, communicator.group, cpu)
+            way = comm.way_of_hosts(communicator.group, communicator.device)
+            everyone = comm.gather_integers([int(error is not None)], *way)
         if error is not None:
             raise error
         failed = [rank for rank, (has_failed,) in enumerate(everyone) if has_failed]

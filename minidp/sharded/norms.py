@@ -8,15 +8,17 @@ the norm of the norms, in the order in which torch takes them. That is what
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from minidp.accelerator import to_host, upload
+from minidp.comm import way_of_hosts
 from minidp.core import Exchange, Reducer
 
-_IS_THERE, _FAILS = 1.0, 2.0  # a gradient; one whose norm torch cannot calculate
+_IS_THERE, _FAILS = 1, 2  # a gradient; one whose norm torch cannot calculate
 
 
 class Norms:
@@ -29,11 +31,20 @@ class Norms:
 
     def __init__(self, reducer: Reducer, own: Sequence[int]) -> None:
         self._params, self._own = reducer.params, own
-        # For each parameter its norm, and one of the numbers above, or 0.
-        part = 2 * len(self._params), torch.float64
-        cpu = torch.device("cpu")
-        what = "the norms of gradients"
-        self.exchange = Exchange(what, part, cpu, reducer.communicator)
+        # For each parameter its norm, which on a device no host reads, ...
+        communicator, number = reducer.communicator, len(self._params)
+        self._device = reducer.queue.averaging.device
+        dtype = torch.float64  # which some devices do not have
+        if self._device.type != "cpu":
+            dtype = _common_dtype(self._params)
+        part, what = (number, dtype), "the norms of gradients"
+        self._values = Exchange(what, part, self._device, communicator)
+        # ... and one of the numbers above, or 0, which hosts know.
+        _, device = way_of_hosts(communicator.group, communicator.device)
+        self._states = Exchange(
+            "which gradients have norms", (number, torch.int32), device, communicator
+        )
+        self.exchanges = self._values, self._states
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
@@ -56,8 +67,9 @@ class Norms:
                 "scale by it anyway."
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in self._grads().values():
-            grad.mul_(factor)
+        for (device, _), grads in _by_kind(self._grads()).items():
+            there = factor.to(device, non_blocking=True)
+            torch._foreach_mul_([*grads.values()], there)
         return total
 
     def _grads(self) -> dict[int, Tensor]:
@@ -65,48 +77,82 @@ class Norms:
 
     def _total(self, norm_type: float) -> Tensor:
         """Return the norm of all gradients."""
-        grads = self._grads()
-        mine = self.exchange.blank()
-        rows = mine.view(2, -1)
-        failure = ""
-        if grads:
-            places = torch.tensor([*grads], device="cpu")
-            rows[1, places] = _IS_THERE
-            try:
-                norms = [torch.linalg.vector_norm(g, norm_type) for g in grads.values()]
-                rows[0, places] = torch.stack([norm.double() for norm in norms])
-            except RuntimeError as error:  # for example infinity, of no element
-                failure = str(error)
-                rows[1, places] = _FAILS
-        self.exchange.start(mine)
-        values, states = self.exchange.take().view(2, -1)
-        present = torch.nonzero(states).flatten().tolist()
+        grads, failure, state = self._grads(), "", _IS_THERE
+        mine = self._values.blank()
+        try:
+            found = _norms_of(grads, norm_type)
+            norms = [
+                each.to(self._device, non_blocking=True) for each in found.values()
+            ]
+            if norms:
+                places = upload([*found], torch.int64, self._device)
+                values = torch.stack([norm.to(mine.dtype) for norm in norms])
+                mine.index_copy_(0, places, values)
+        except RuntimeError as error:  # for example infinity, of no element
+            failure, state = str(error), _FAILS
+        states = [0] * len(self._params)
+        for i in grads:
+            states[i] = state
+        self._states.start(upload(states, torch.int32, self._states.device))
+        self._values.start(mine)
+        all_states = to_host(self._states.take()).tolist()
+        values = self._values.take()
+        present = [i for i, state in enumerate(all_states) if state]
         if not present:
             return torch.tensor(0.0, device="cpu")
-        if bool((states == _FAILS).any()):
+        if _FAILS in all_states:
             raise RuntimeError(
                 f"The norm of order {norm_type} of some gradients cannot be "
                 f"calculated. {failure}".rstrip()
             )
-        dtypes = [self._params[i].dtype.to_real() for i in present]
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        order = _order([self._params[i].dtype for i in present])
-        norms_in_order = values[[present[k] for k in order]].to(dtype)
+        dtype = _common_dtype([self._params[i] for i in present])
+        order = _order([self._params[i] for i in present])
+        places = upload([present[k] for k in order], torch.int64, self._device)
+        norms_in_order = values.index_select(0, places).to(dtype)
         total: Tensor = torch.linalg.vector_norm(norms_in_order, norm_type)
         return total
 
 
-def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Return in which order torch takes the norms of gradients of these dtypes.
+def _common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype that has all values of the norms of such tensors."""
+    dtypes = [each.dtype.to_real() for each in tensors]
+    return functools.reduce(torch.promote_types, dtypes)
 
-    It groups them by dtype, and the order of groups is known to torch alone.
+
+Kind = tuple[torch.device, torch.dtype]
+
+
+def _by_kind(grads: Mapping[int, Tensor]) -> dict[Kind, dict[int, Tensor]]:
+    """Return gradients by device and dtype: kernels for lists take one kind."""
+    found: dict[Kind, dict[int, Tensor]] = {}
+    for i, grad in grads.items():
+        found.setdefault((grad.device, grad.dtype), {})[i] = grad
+    return found
+
+
+def _norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
+    """Return the norm of each gradient, by the kernels that torch takes for it."""
+    if all(grad.is_cpu for grad in grads.values()):
+        return {i: torch.linalg.vector_norm(g, norm_type) for i, g in grads.items()}
+    norms: dict[int, Tensor] = {}
+    for of_kind in _by_kind(grads).values():
+        found = torch._foreach_norm([*of_kind.values()], norm_type)
+        norms |= zip(of_kind, found, strict=True)
+    return norms
+
+
+def _order(params: Sequence[Tensor]) -> list[int]:
+    """Return in which order torch takes the norms of these parameters' gradients.
+
+    It groups them by device and dtype, and the order of groups is known to torch alone.
     """
-    if len(set(dtypes)) == 1:
-        return [*range(len(dtypes))]
+    kinds = [(param.device, param.dtype) for param in params]
+    if len(set(kinds)) == 1:
+        return [*range(len(kinds))]
     group = getattr(clip_grad, "_group_tensors_by_device_and_dtype", None)
     if group is None:
-        first = [*dict.fromkeys(dtypes)]
-        return sorted(range(len(dtypes)), key=lambda k: first.index(dtypes[k]))
-    like = [torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes]
+        first = [*dict.fromkeys(kinds)]
+        return sorted(range(len(kinds)), key=lambda k: first.index(kinds[k]))
+    like = [torch.empty(0, dtype=dtype, device=device) for device, dtype in kinds]
     groups = group([like], with_indices=True)
     return [k for _, places in groups.values() for k in places]

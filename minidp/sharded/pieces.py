@@ -26,17 +26,18 @@ class Range(NamedTuple):
     stop: int
 
 
-def cut(widths: Sequence[int], itemsize: int) -> list[list[Range]]:
-    """Divide what each rank owns into equally many parts.
+def cut(widths: Sequence[int], flat: Tensor) -> list[list[Range]]:
+    """Divide what each rank owns into equally many parts, or into one on a device.
 
     Args:
         widths: How many elements each rank owns.
-        itemsize: The bytes of an element.
+        flat: Some tensor of the elements.
 
     Returns:
         For each piece the range of each rank, which may be empty.
     """
-    number = max(1, -(-max(widths) * itemsize // PIECE_BYTES))
+    nbytes = max(widths) * flat.element_size()
+    number = max(1, -(-nbytes // PIECE_BYTES)) if flat.is_cpu else 1
     return [
         [Range(w * k // number, w * (k + 1) // number) for w in widths]
         for k in range(number)

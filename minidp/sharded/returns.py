@@ -123,6 +123,8 @@ def _returns_of(
         room = bucket.given_room(bucket.shared)
         return [Return(bucket, stretches, stepper, room)]
     room, plan = bucket.room(), bucket.plan
+    if plan.device.type != "cpu":  # no parameter waits for its own
+        return [Return(bucket, stretches, stepper, room)]
     limit = CHUNK_BYTES // plan.dtype.itemsize
     of_ranks = [each.chunks(plan, limit) for each in stretches]
     chunks = zip_longest(*of_ranks, fillvalue=Stretch(range(0), 0, 0))
@@ -169,7 +171,10 @@ class Return:
             self._give(bucket, bucket.shared)
         elif communicator.size > 1:
             own = self._pack(self._stretches[communicator.rank])
-            if comm.is_python_group(communicator.group):
+            group = communicator.group
+            if comm.streams_wait(group, self.plan.device):
+                self._spread(own)
+            elif comm.is_python_group(group):
                 self._broadcast(own)
             else:
                 self._send_in_pieces(own)
@@ -186,11 +191,20 @@ class Return:
                     communicator.note_started(work, self._bucket.plan.device)
                 self._works.append(work)
 
+    def _spread(self, own: Tensor) -> None:
+        """Send to where the values are written to parameters from, in one launch."""
+        flats = [self._room.real(stretch) for stretch in self._stretches]
+        flats[self._communicator.rank] = own
+        with self._sending():
+            work = comm.start_spreading(flats, self._communicator.group)
+            self._communicator.note_started(work, self.plan.device)
+        self._works.append(work)
+
     def _send_in_pieces(self, own: Tensor) -> None:
         group = self._communicator.group
         flats = [self._room.real(stretch) for stretch in self._stretches]
         pieces = []
-        for parts in cut([len(flat) for flat in flats], own.element_size()):
+        for parts in cut([len(flat) for flat in flats], own):
             mine = parts[group.rank()]
             sent = own[mine.start : mine.stop]
             widths = [part.stop - part.start for part in parts]

@@ -16,7 +16,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from minidp.accelerator import to_host
 
 
 class _Stamp(NamedTuple):
@@ -124,7 +127,7 @@ class Shares:
             self._is_looked_at = True
         elif self._mixed:
             # Zeroed since, but for the gradient that has just come?
-            still = [i for i in self.mixed(self._mixed) if self._is_nonzero(i)]
+            still = self._nonzero(self.mixed(self._mixed))
             if len(still) < min(2, len(self._mixed)):
                 self._mixed.clear()
 
@@ -140,9 +143,16 @@ class Shares:
         grads = {i: params[i].grad for i in held if i in known}
         return [i for i, g in grads.items() if g is not None and known[i]() is g]
 
-    def _is_nonzero(self, i: int) -> bool:
-        grad = self._params[i].grad
-        return grad is not None and bool(grad.any())
+    def _nonzero(self, indices: Sequence[int]) -> list[int]:
+        """Return which gradients are not all zeros. Devices are asked once for all."""
+        grads = {i: g for i in indices if (g := self._params[i].grad) is not None}
+        found = [i for i, grad in grads.items() if grad.is_cpu and bool(grad.any())]
+        others = {i: g.any() for i, g in grads.items() if not g.is_cpu}
+        for device in {flag.device for flag in others.values()}:
+            here = [i for i, flag in others.items() if flag.device == device]
+            flags = to_host(torch.stack([others[i] for i in here])).tolist()
+            found += [i for i, flag in zip(here, flags, strict=True) if flag]
+        return sorted(found)
 
     def _left_over(self) -> list[int]:
         """Return which averages are still there when the first new gradient comes.
@@ -150,13 +160,13 @@ class Shares:
         One gradient may have been added to already. Those that were zeroed in place do
         not count.
         """
-        found, may_be_new = [], []
-        for i, (reference, version) in self._stamps.items():
-            grad = self._params[i].grad
-            if grad is None or reference() is not grad:
-                continue
-            if grad._version == version or bool(grad.any()):
-                found.append(i)
-                if grad._version > version + 1:  # zeroed, and then added to
-                    may_be_new.append(i)
-        return [] if len(found) == 1 and found == may_be_new else found
+        times = {  # how often it was changed
+            i: grad._version - version
+            for i, (reference, version) in self._stamps.items()
+            if (grad := self._params[i].grad) is not None and reference() is grad
+        }
+        found = [i for i, number in times.items() if not number]
+        found += self._nonzero([i for i, number in times.items() if number])
+        # It may have been zeroed, and then added to.
+        may_be_new = len(found) == 1 and times[found[0]] > 1
+        return [] if may_be_new else sorted(found)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minidp.accelerator import is_capturing
 from minidp.core import Observer, Phase, Reducer, untraced
 from minidp.errors import ShardedStepError, explain
 from minidp.guard import is_nested
@@ -92,7 +93,8 @@ class ShardedStep(Observer):
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
         self._norms = Norms(reducer, own)
-        self._returns = Returns(self._reducer, are_awaited=awaits_values)
+        on_cpu = reducer.communicator.device.type == "cpu"
+        self._returns = Returns(self._reducer, are_awaited=awaits_values and on_cpu)
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
         self._is_reduced = False  # averages have come, and no rank has used them yet
@@ -112,9 +114,9 @@ class ShardedStep(Observer):
             return ShardedBucket(owners, *arguments)
 
         queue.dense_bucket = make_bucket
-        queue.exchanges += [self._agreement.exchange, self._norms.exchange]
+        queue.exchanges += [self._agreement.exchange, *self._norms.exchanges]
         if self._overflows is not None:
-            queue.exchanges.append(self._overflows.exchange)
+            queue.exchanges += self._overflows.exchanges
         queue.observers.append(self)
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
@@ -133,9 +135,15 @@ class ShardedStep(Observer):
         stepped since, they have ended that. Otherwise this waits for them.
         """
         self.bring_rest()
-        self.shares.begin_backward()
+        self._begin_backward()
         if self._is_reduced:
             self._wait_for_readers()
+
+    def _begin_backward(self) -> None:
+        home = self._reducer.home
+        for device in home.devices if home.are_several else ():
+            home.follow(device)  # this is the thread of one of them
+        self.shares.begin_backward()
 
     def _wait_for_readers(self) -> None:
         """Wait until no rank reads the last gradients of this one in shared memory.
@@ -153,7 +161,7 @@ class ShardedStep(Observer):
         """Look for them where a backward inside ``no_sync()`` begins."""
         if self.shares.may_be_mixed and tasks != self._tasks:
             self._tasks = {*tasks}
-            self.shares.begin_backward()
+            self._begin_backward()
 
     def launching(self) -> None:
         """Tell the other ranks if no step has followed the last backward.
@@ -170,7 +178,30 @@ class ShardedStep(Observer):
                     remedy="leave out sharded_step, or RPC",
                 )
             )
+        self._refuse_capture("A backward")
         self._tell_of_no_step()
+
+    def _refuse_capture(self, what: str) -> None:
+        """Refuse what a graph would repeat on the device without any host.
+
+        Raises:
+            ShardedStepError: A graph is being captured.
+        """
+        reducer = self._reducer
+        devices = {spec.device for spec in reducer.queue.specs}
+        if any(each.type != "cpu" and is_capturing(each) for each in devices):
+            error = ShardedStepError(
+                explain(
+                    reducer.rank,
+                    f"{what} with sharded_step is captured in a graph, but in each "
+                    "step the hosts have to agree on it, and a graph has none.",
+                    remedy="capture the forward and the backward of the module inside "
+                    "the wrapper, and not those of the wrapper, and step outside of "
+                    "the graph",
+                )
+            )
+            reducer.fail(error)
+            raise error
 
     @untraced
     def before_forward(self, *, waits: bool) -> None:
@@ -247,6 +278,7 @@ class ShardedStep(Observer):
             MiniDPError: The last backward has failed.
         """
         self._refuse_unfinished("An optimizer steps")
+        self._refuse_capture("A step")
         number = self._number_of(optimizer)
         # When all have agreed, no rank reads older values of this one any more.
         self._returns.finish(number)
@@ -257,6 +289,7 @@ class ShardedStep(Observer):
             problems |= Problem.CLOSURE
         self._agree(Intent(Act.STEP, number, problems), held)
         self._is_reduced, self._is_open = False, True
+        self._reducer.communicator.note_step()
 
     def _refuse_unfinished(self, what: str) -> None:
         """Refuse what must follow a backward if that has not ended well."""
@@ -371,6 +404,8 @@ class ShardedStep(Observer):
         self.steps += 1
         try:
             self._returns.start(self._number_of(optimizer))
+            # If values are given up on a device, what is there of them is written, too.
+            reducer.communicator.note_step()
             self._returns.settle()
         except BaseException as error:
             reducer.fail(error)
@@ -432,6 +467,7 @@ class ShardedStep(Observer):
                 cannot calculate it.
         """
         self._refuse_unfinished("Gradients are clipped")
+        self._refuse_capture("A norm")
         with self._only_real_grads():
             return self._clip(max_norm, norm_type, raises=error_if_nonfinite)
 

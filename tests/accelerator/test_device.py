@@ -89,6 +89,14 @@ def test_storages_grow_and_shrink(ctx):
 
 
 @on_ranks(1)
+def test_kernels_for_lists_count_changes(ctx):
+    x = torch.ones(3, device="sim")
+    torch._foreach_zero_([x])
+    torch._foreach_mul_([x], torch.ones((), device="sim"))
+    assert x._version == 2
+
+
+@on_ranks(1)
 def test_random_numbers_are_those_of_the_launch(ctx):
     torch.manual_seed(3)
     expected = [torch.randn(5), torch.rand(2, 3), torch.randn(4)]

@@ -28,6 +28,7 @@ from tests.accelerator import (
     test_audit_order,
     test_lifetimes,
     test_logical_ranks,
+    test_sharded_step,
     test_waits,
 )
 from tests.accelerator.training import (
@@ -61,8 +62,11 @@ NOT_TRIED = {
     "hang/": "threads and messages of the host",
     "logical/averaging.py HostSum.": "the CPU's sums",
     "logical/averaging.py WaitedSum.": "the CPU's sums, of groups written in Python",
-    "comm/collectives.py GatheredParts.": "as `sharded`",
-    "sharded/": "steps are divided on the CPU only",
+    "comm/collectives.py GatheredParts.": "groups written in Python",
+    "sharded/averaging.py _take": "Gloo on a device is not simulated",
+    "sharded/checkpoint.py": "a message of the hosts",
+    "sharded/pieces.py": "messages of Gloo",
+    "sharded/step.py ShardedStep._wait_for_readers": "shared memory of the CPU",
     "sync_batchnorm.py": "layers on a device are torch's own",
     "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
 }
@@ -111,7 +115,7 @@ def body(function: Any, **parameters: object) -> Trial:
 
 
 AUDIT, LIVES, WAITS = test_audit_order, test_lifetimes, test_waits
-LOGICAL = test_logical_ranks
+LOGICAL, SHARDED = test_logical_ranks, test_sharded_step
 DEFAULT = options("default")
 WRITTEN_ON = body(
     AUDIT.test_nodes_of_several_streams_write_one_bucket, views=False, keeps_grads=True
@@ -165,6 +169,7 @@ MAPS = body(AUDIT.test_maps_live_until_they_are_read, skips=False)
 COUNTS = body(AUDIT.test_counts_live_until_they_are_sent, keeps_grads=False)
 OTHER_STREAM = body(AUDIT.test_items_that_are_counted_on_another_stream)
 
+DIVIDED = training(test_sharded_step.SCENARIOS["sgd"])
 SUMS = training(scenarios.logical_ranks_with_several_sums)
 AUDITS = training(scenarios.audited_logical_ranks)
 
@@ -336,6 +341,31 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "PartialSums._of use_here": body(
             LOGICAL.test_sums_are_dropped_while_a_bucket_of_another_stream_reads_them
         ),
+    },
+    "sharded/averaging.py": {
+        "StreamedShare.__init__ accelerator.on_side_stream": body(
+            SHARDED.test_the_stream_of_a_backward_does_not_wait_for_other_ranks
+        ),
+        "StreamedShare.__init__ filled.hold_back": DIVIDED,
+        "StreamedShare.__init__ accelerator.use_here": body(
+            SHARDED.test_a_wrapper_that_dies_before_its_sums_have_ended
+        ),
+        "StreamedShare.__init__ comm.wait_for": DIVIDED,
+        "StreamedShare.get_future accelerator.on_side_stream": body(
+            SHARDED.test_a_recording_has_the_time_of_a_sum
+        ),
+        "StreamedShare.wait self._end.hold_back": DIVIDED,
+    },
+    "sharded/bucket.py": {
+        "ShardedBucket.write_averages accelerator.use_here": body(
+            SHARDED.test_gradients_of_another_stream_are_dropped
+        ),
+        "ShardedBucket.room self.streams.use_buffer": body(
+            SHARDED.test_a_wrapper_that_dies_after_a_step_on_another_stream
+        ),
+    },
+    "sharded/returns.py": {
+        "Return.finish communicator.wait": DIVIDED,
     },
     "hooks/comm_hook.py": {
         "HookInFlight.wait self.future.wait": training(scenarios.compressed),

@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 BACKEND = "simccl"
+# What minidp has streams of its own for.
+PURPOSES = ("", "sums over logical ranks", "sums of shares 0", "sums of shares 1")
 # Gloo waits longer than the group, whose watchdog is the one to act.
 _LONGER = timedelta(seconds=60)
 _loaded: list[ModuleType] = []
@@ -115,8 +117,8 @@ def new_stream(device: str | torch.device = "sim:0") -> torch.Stream:
     whose waits order more than the user has ordered, and hide a race.
     """
     device = torch.device(device)
-    ours = accelerator.own_stream(device)
-    return next(s for s in iter(lambda: torch.Stream(device), None) if s != ours)
+    ours = [accelerator.own_stream(device, purpose) for purpose in PURPOSES]
+    return next(s for s in iter(lambda: torch.Stream(device), None) if s not in ours)
 
 
 @contextlib.contextmanager

@@ -83,6 +83,10 @@ bool holds_tensors(const c10::Argument& result) {
   return type.isSubtypeOf(*c10::TensorType::get()) || type.isSubtypeOf(*c10::ListType::ofTensors());
 }
 
+bool is_for_lists(const std::string& name) {
+  return name.rfind("aten::_foreach_", 0) == 0;
+}
+
 // One call of an operator.
 class Call {
  public:
@@ -106,6 +110,7 @@ class Call {
     if (has_fresh_results() || has_out()) infer_results();
     if (generator_) move_generator_on();
     launch_kernel();
+    if (is_for_lists(name_)) count_changes();
     return has_fresh_results() ? results_ : results_among_arguments();
   }
 
@@ -253,6 +258,15 @@ class Call {
     });
   }
 
+  // As kernels for lists do on a GPU: torch leaves it to them.
+  void count_changes() const {
+    for (size_t i = 0; i < args_.size(); ++i)
+      if (is_written_[i])
+        for_each_tensor(args_[i], [](const at::Tensor& tensor) {
+          tensor.unsafeGetTensorImpl()->bump_version();
+        });
+  }
+
   Stack results_among_arguments() const {
     Stack found;
     const auto& arguments = op_.schema().arguments();
@@ -351,10 +365,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op || other_files.count(c10::toString(name)) || gives_a_view(op->schema())) continue;
-    const bool is_for_lists = name.name.rfind("aten::_foreach_", 0) == 0;
     const bool is_for_others =
         name.name.find("_overrideable") != std::string::npos && name.overload_name.empty();
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !is_for_lists && !is_for_others)
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !is_for_lists(name.name) &&
+        !is_for_others)
       continue;
     m.impl(
         c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&call_on_stream>());
