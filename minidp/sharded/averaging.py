@@ -176,7 +176,7 @@ class StreamedShare:
             filled.hold_back()
             accelerator.use_here(payload)  # which may be dropped at any time
             arrived, work = comm.start_scatter(payload, widths, group)
-            comm.wait_for(work)
+            work.wait()  # the stream does. The watchdog is told of the sum instead
             _add_up(arrived, self._mine)
             self._end = accelerator.After(device)
 

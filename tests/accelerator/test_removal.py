@@ -350,7 +350,7 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         "StreamedShare.__init__ accelerator.use_here": body(
             SHARDED.test_a_wrapper_that_dies_before_its_sums_have_ended
         ),
-        "StreamedShare.__init__ comm.wait_for": DIVIDED,
+        "StreamedShare.__init__ work.wait": DIVIDED,
         "StreamedShare.get_future accelerator.on_side_stream": body(
             SHARDED.test_a_recording_has_the_time_of_a_sum
         ),

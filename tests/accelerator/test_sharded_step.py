@@ -23,6 +23,7 @@ from tests.accelerator.scenarios import Branches, Fails, TwoDevices
 from tests.accelerator.test_lifetimes import Sums, all_memory_reused, nodes_on, take
 from tests.accelerator.training import SMALL, WAYS, Run, net, no_races, result_of
 from tests.support import sim
+from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -489,11 +490,13 @@ def test_gradients_of_another_stream_are_dropped(ctx):
     """The user has made that of another rank's parameter there."""
     module, side = Sums().to(ctx.device), sim.new_stream()
     model = DataParallel(module, process_group=ctx.group)
-    model.sharded_step(torch.optim.SGD(module.parameters(), 0.1))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model.sharded_step(optimizer)
     x = torch.ones((), device=ctx.device)
     for _ in range(2):  # so that buckets are rebuilt
         module.zero_grad()
         model(x).backward()
+        optimizer.step()
     (foreign,) = (param for param in module.parameters() if param.grad is None)
     with all_memory_reused():
         for _ in range(3):
@@ -504,6 +507,7 @@ def test_gradients_of_another_stream_are_dropped(ctx):
                 here().wait_stream(side)
                 model(x).backward()
                 take(side, foreign.numel())
+            optimizer.step()
 
 
 @on_ranks(2)
@@ -578,3 +582,30 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
     total.wait()
     own = [slice(0, 200), slice(200, 500)][ctx.rank]
     assert ones[own].eq(2).all()
+
+
+# ------------------------------------------------------------------------- three ranks
+
+
+def as_on_the_cpu(ctx):
+    for name in ("adamw", "views", "clipped unused", "two optimizers"):
+        expected = result_of(Run(ctx, DataParallel, "cpu"), SCENARIOS[name])
+        run = Run(ctx, DataParallel, "sim", "mixed_nodes")
+        found = result_of(run, SCENARIOS[name])
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found)), name
+
+
+@pytest.mark.fresh
+def test_three_ranks():
+    """Sums are in the order of ranks, and some ranks own nothing of a bucket."""
+    try:
+        sim.build()
+    except sim.NotBuilt as error:
+        pytest.skip(str(error))
+    backend, devices = f"cpu:gloo,sim:{sim.BACKEND}", ["sim:0"] * 3
+    ranks = Pool(3, backend=backend, devices=devices, subgroups=())
+    try:
+        ranks.run(as_on_the_cpu, 3)
+    finally:
+        ranks.close()
