@@ -225,7 +225,12 @@ class ShardedStep(Observer):
             self._is_reduced = False
 
     def _samples(self) -> list[Tensor]:
-        """Return parts of a few parameters, of each owner."""
+        """Return parts of a few parameters, of each owner.
+
+        On a device there are none, because the host would wait for it.
+        """
+        if self._reducer.communicator.is_on_device:
+            return []
         params, sizes = self._reducer.params, self._reducer.queue.specs
         found = []
         for rank in range(self.owners.size):
