@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from minidp import world
+
 from .backends import group_timeout, is_timed
 from .endings import call_once_at_exit, settle
 from .groups import ProcessGroup, default_group, group_name, group_ranks
-from .stores import group_store, has_store
+from .stores import group_store, has_store, key_prefix
 from .work import waiting
 
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
@@ -55,14 +57,19 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
         ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
-        store = group_store(group, f"side/{purpose}/{key}")
-        # Not new_group(), see `fresh_group` in `replacements`. The backend alone has
-        # all methods of a process group that are called here.
+        place = f"side/{purpose}/{key}"
+
+        def connected() -> Any:
+            # Not new_group(), see `fresh_group` in `replacements`. The backend alone
+            # has all methods of a process group that are called here.
+            store, timeout = group_store(group, place), group_timeout(group)
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+        name = f"{key_prefix(group)}/{place}"
         with waiting():  # until all ranks are connected
-            gloo: Any = dist.ProcessGroupGloo(
-                store, group.rank(), group.size(), group_timeout(group)
+            made[purpose] = world.connect(
+                connected, name, group.size(), is_listed=False
             )
-        made[purpose] = gloo
         call_once_at_exit(settle)
     return made[purpose]
 
