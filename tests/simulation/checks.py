@@ -1,0 +1,99 @@
+"""What must hold after every simulated run."""
+
+from __future__ import annotations
+
+import re
+
+from minidp.errors import MiniDPError
+
+from .faults import LASTING, InjectedError, Kind
+from .play import Outcome, Play
+from .scheduler import Finding, Life
+from .training import HANG_SECONDS, differ, expected
+
+# What a wait may take beyond its limit: to ask who is missing, and a slice.
+SLACK_SECONDS = 12.0
+ABSENT = re.compile(r"Missing: rank ([0-9, ]+)\.")
+
+
+def check_all(play: Play) -> None:
+    """Check gradients, errors, names and times of a training."""
+    check_gradients(play)
+    fault = play.fault
+    is_harmless = not fault.has_struck or (
+        fault.kind in LASTING and fault.seconds < HANG_SECONDS
+    )
+    if is_harmless:
+        check_no_error(play)
+    elif fault.kind is Kind.HEARS_LATE:
+        check_errors(play, set(), must_name=False)
+    else:
+        check_errors(play, {fault.rank}, must_name=True)
+
+
+def check_gradients(play: Play) -> None:
+    """Let all gradients that a step ended with be the reference's."""
+    right = expected(play.settings, len(play.scheduler.processes))
+    for outcome in play.outcomes:
+        if outcome.grads and (what := differ(outcome.grads, right[outcome.step])):
+            raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
+
+
+def check_no_error(play: Play) -> None:
+    """Let nothing be raised, logged or warned of."""
+    for rank, error in play.ends.items():
+        if error is not None:
+            raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+    for rank, text in play.warned:
+        if "Still" not in text:
+            raise Finding(f"rank {rank} said {text}")
+
+
+def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
+    """Let errors be minidp's, name the culprit, and come in time.
+
+    Args:
+        play: The run.
+        culprits: The ranks where something has gone wrong.
+        must_name: Whether each error of another rank has to name one of them.
+    """
+    failed = {each.rank for each in play.outcomes if each.error is not None}
+    for outcome in play.outcomes:
+        _check_time(play, outcome)
+        error = outcome.error
+        if error is None or isinstance(error, (InjectedError, KeyboardInterrupt)):
+            continue
+        if type(error).__name__ == "Death":
+            continue
+        text = (
+            f"rank {outcome.rank}, step {outcome.step}: {type(error).__name__}: {error}"
+        )
+        if not isinstance(error, MiniDPError):
+            raise Finding(f"an error that is not minidp's: {text}")
+        if outcome.rank in culprits:
+            continue
+        named = {
+            int(r) for found in ABSENT.findall(str(error)) for r in found.split(",")
+        }
+        if wrong := named - culprits - failed:
+            raise Finding(f"the error blames rank {wrong}, not {culprits}: {text}")
+        told = str(error).partition("]")[2]
+        names = any(re.search(rf"[Rr]ank(s|\(s\))? {r}\b", told) for r in culprits)
+        if must_name and not names:
+            raise Finding(f"the error does not name rank {culprits}: {text}")
+
+
+def _check_time(play: Play, outcome: Outcome) -> None:
+    if play.scheduler.processes[outcome.rank].life is Life.KILLED:
+        return
+    fault = play.fault
+    late = fault.seconds if fault.has_struck else 0.0
+    limit = HANG_SECONDS + SLACK_SECONDS + late
+    if outcome.rank == fault.rank and late > HANG_SECONDS:
+        return
+    took = outcome.ended - outcome.began
+    if took > limit and isinstance(outcome.error, MiniDPError):
+        raise Finding(
+            f"rank {outcome.rank} waited {took:.1f} s in step {outcome.step}, which is "
+            f"more than {limit:.1f}"
+        )
