@@ -19,7 +19,7 @@ from .collectives import all_reduce
 from .endings import free_left_behind
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import key_prefix
-from .work import waiting
+from .work import in_time, waiting
 
 
 def fresh_group(
@@ -58,8 +58,12 @@ def fresh_group(
         )[0]
         return made
 
+    def connect() -> ProcessGroup:
+        return world.connect(connected, name, len(ranks), is_listed=True)
+
     with _unbound(), waiting():  # until all ranks are connected
-        created = world.connect(connected, name, len(ranks), is_listed=True)
+        # On a device nothing is connected yet, and a thread has another current device.
+        created = in_time(connect) if device is None else connect()
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     _fresh.add(created)
     if device is not None:

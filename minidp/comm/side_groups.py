@@ -18,7 +18,7 @@ from .backends import group_timeout, is_timed
 from .endings import call_once_at_exit, settle
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import group_store, has_store, key_prefix
-from .work import waiting
+from .work import in_time
 
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
     WeakKeyDictionary()
@@ -66,10 +66,10 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
         name = f"{key_prefix(group)}/{place}"
-        with waiting():  # until all ranks are connected
-            made[purpose] = world.connect(
-                connected, name, group.size(), is_listed=False
-            )
+        size = group.size()
+        made[purpose] = in_time(
+            lambda: world.connect(connected, name, size, is_listed=False)
+        )
         call_once_at_exit(settle)
     return made[purpose]
 

@@ -99,7 +99,8 @@ def agree_and_reset(
                 reducer.incomplete.note()
             comm.note_replaced(group)
             device = communicator.device if communicator.is_on_device else None
-            group = comm.fresh_group(group, key, device)
+            with communicator.watching("connecting a new process group"):
+                group = comm.fresh_group(group, key, device)
         else:
             queue.drain()
         comm.renew_side_groups(group, key)

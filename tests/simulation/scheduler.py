@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from .tape import Tape
 
 SEAM_SECONDS = 2e-5  # how long a rank computes from one seam to the next
+JUMP_SECONDS = 1.0  # by which the clock may go on although somebody can run
 STUCK_SECONDS = 60.0  # of the real clock, until a thread that never comes to a seam
 MAX_SEAMS = 100_000  # of one run
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -373,7 +374,9 @@ class Scheduler:
                     continue
                 self.time = next_time
                 continue
-            if next_time is not None and self._is_polite and self.tape.is_rare(200):
+            is_soon = next_time is not None and next_time - time < JUMP_SECONDS
+            if is_soon and self._is_polite and self.tape.is_rare(200):
+                assert next_time is not None
                 self.time = next_time  # all who could run are slow
                 continue
             chosen = self._choose(me, can_run, arrived)
