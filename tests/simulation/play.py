@@ -35,6 +35,7 @@ class Outcome:
     began: float
     ended: float = 0.0
     error: BaseException | None = None
+    num_waits: int = 1  # how many limits of a wait it may take
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -52,6 +53,7 @@ class Rank:
         self.rank, self.size = process.rank, len(play.scheduler.processes)
         self.settings = play.settings
         self._points = 0
+        self.board = play.board  # what ranks tell each other, outside of minidp
 
     @property
     def fault(self) -> Fault:
@@ -127,6 +129,7 @@ class Play:
             self.fault, self.scheduler, self.network, self.server, hosts_store=False
         )
         self.outcomes: list[Outcome] = []
+        self.board: dict[Any, Any] = {}
         self.ends: dict[int, BaseException | None] = {}  # what each script raised
         self.warned: list[tuple[int, str]] = []
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from minidp import DataParallel
+from minidp import DataParallel, MiniDPError
 
 from . import training
-from .checks import check_all, check_errors
+from .checks import check_all, check_errors, check_gradients, is_harmless
 from .faults import Kind
 from .play import Play, Rank
 from .scheduler import Finding
@@ -85,6 +85,27 @@ def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor
     return future
 
 
+def is_raising(ctx: Rank, step: int, place: int) -> bool:
+    """Return whether a `Raising` wants an error here; once."""
+    wanted = ctx.settings
+    if not isinstance(wanted, Raising) or ctx.board.get("raised"):
+        return False
+    if (wanted.rank, wanted.step, wanted.place) != (ctx.rank, step, place):
+        return False
+    ctx.board["raised"] = True
+    return True
+
+
+def maybe_raise(ctx: Rank, step: int, place: int) -> None:
+    """Raise the error of a `Raising` here, once."""
+    if is_raising(ctx, step, place):
+        raise UsersError("the user's own")
+
+
+def _raise(_grad: object) -> None:
+    raise UsersError("the user's own, in a backward")
+
+
 def train_step(
     ctx: Rank, model: DataParallel, optimizer: Any, settings: Settings, step: int
 ) -> None:
@@ -95,6 +116,7 @@ def train_step(
             is_local = part < settings.local
             with model.no_sync() if is_local else nullcontext():
                 ctx.point("before a forward")
+                maybe_raise(ctx, step, 0)
                 loss = model(
                     batch(ctx.rank, step, part), heads_of(settings, ctx.rank, step)
                 )
@@ -103,13 +125,19 @@ def train_step(
                 elif settings.items:
                     model.count_items(0)
                 ctx.point("before a backward")
+                maybe_raise(ctx, step, 1)
+                hook = None
+                if is_raising(ctx, step, 2):
+                    hook = loss.register_hook(_raise)
                 loss.backward()
+                del hook
         outcome.grads = {
             name: param.grad.clone()
             for name, param in model.module.named_parameters()
             if param.grad is not None
         }
         ctx.point("before a step")
+        maybe_raise(ctx, step, 3)
         optimizer.step()
 
 
@@ -120,6 +148,99 @@ def train(ctx: Rank) -> None:
         model, optimizer = wrapped(ctx, settings)
     for step in range(settings.steps):
         train_step(ctx, model, optimizer, settings, step)
+
+
+@dataclass(frozen=True)
+class Raising:
+    """A training in which one rank raises once, and all go on after a `reset`."""
+
+    training: Settings
+    rank: int
+    step: int
+    place: int  # before a forward, before a backward, in a backward, before a step
+
+
+def draw_raising(tape: Tape) -> Raising:
+    """Draw a training, and where a rank raises in it."""
+    settings = training.draw(tape)
+    step = tape.choose(settings.steps - 1)
+    return Raising(settings, tape.choose(2), step, tape.choose(4))
+
+
+class UsersError(ValueError):
+    """What a line of the script raises, and the script catches."""
+
+
+def train_and_reset(ctx: Rank) -> None:
+    """Train; a rank raises; all reset, with the state of rank 0, and go on."""
+    settings: Settings = ctx.settings.training
+    with ctx.step(-1):
+        model, optimizer = wrapped(ctx, settings)
+    step, resets = 0, 0
+    while step < settings.steps:
+        try:
+            train_step(ctx, model, optimizer, settings, step)
+            step += 1
+        except (UsersError, MiniDPError):
+            if resets == 2:
+                raise
+            resets += 1
+            ctx.board["step", ctx.rank, resets] = step
+            with ctx.step(step) as outcome:
+                outcome.num_waits = 4
+                model.reset(copy_from=0)
+            step = ctx.board["step", 0, resets]
+            optimizer.zero_grad()
+
+
+def check_reset(play: Play) -> None:
+    """Let all ranks finish if no other fault has struck."""
+    check_gradients(play)
+    if is_harmless(play):
+        for rank, error in play.ends.items():
+            if error is not None:
+                raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+        return
+    check_errors(play, set(), must_name=False)
+
+
+def train_in_join(ctx: Rank) -> None:
+    """Train in `join`, with other numbers of inputs on each rank."""
+    settings, inputs = ctx.settings.training, ctx.settings.inputs
+    with ctx.step(-1):
+        model, optimizer = wrapped(ctx, settings)
+    with ctx.step(-2) as outcome:
+        outcome.num_waits = 2
+        with model.join():
+            for step in range(inputs[ctx.rank]):
+                train_step(ctx, model, optimizer, settings, step)
+    ctx.board["end", ctx.rank] = [each.detach().clone() for each in model.parameters()]
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A training in which ranks have unequally many inputs."""
+
+    training: Settings
+    inputs: tuple[int, ...]
+
+
+def draw_uneven(tape: Tape) -> Uneven:
+    """Draw a training, and how many inputs each of three ranks has."""
+    settings = training.draw(tape)
+    settings = replace(settings, local=0, hook=None, items=False)
+    return Uneven(settings, tuple(3 - tape.choose(3) for _ in range(3)))
+
+
+def check_join(play: Play) -> None:
+    """Let averages be those over the ranks with inputs, and replicas be equal."""
+    ranks = len(play.scheduler.processes)
+    check_all(play, play.settings.inputs[:ranks])
+    if is_harmless(play):
+        ends = [play.board["end", rank] for rank in range(ranks)]
+        for each in ends[1:]:
+            if not all(map(torch.equal, each, ends[0])):
+                raise Finding("replicas differ after join()")
 
 
 def leave_out(ctx: Rank) -> None:
@@ -157,5 +278,7 @@ _FAULTS = (
 SCENARIOS: dict[str, Scenario] = {
     "train": Scenario(train),
     "faults": Scenario(train, kinds=_FAULTS),
+    "reset": Scenario(train_and_reset, draw_raising, check_reset, kinds=_FAULTS),
+    "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }

@@ -100,14 +100,24 @@ def num_items(rank: int, step: int) -> int:
 
 
 @functools.cache
-def expected(settings: Settings, ranks: int) -> list[dict[str, torch.Tensor]]:
-    """Return the averages of each step, computed without minidp."""
+def expected(
+    settings: Settings, ranks: int, inputs: tuple[int, ...] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """Return the averages of each step, computed without minidp.
+
+    Args:
+        settings: How to train.
+        ranks: How many ranks there are.
+        inputs: How many steps each rank has inputs for, in `join`.
+    """
     net = Net(0)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
     steps = []
-    for step in range(settings.steps):
+    for step in range(settings.steps if inputs is None else max(inputs)):
         sums: dict[str, torch.Tensor] = {}
         for rank in range(ranks):
+            if inputs is not None and step >= inputs[rank]:
+                continue
             net.zero_grad()
             for part in range(settings.local + 1):
                 loss = net(batch(rank, step, part), heads_of(settings, rank, step))
