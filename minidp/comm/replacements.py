@@ -23,7 +23,10 @@ from .work import in_time, waiting
 
 
 def fresh_group(
-    group: ProcessGroup, key: str, device: torch.device | None = None
+    group: ProcessGroup,
+    key: str,
+    device: torch.device | None = None,
+    seconds: float | None = None,
 ) -> ProcessGroup:
     """Create a group of the same ranks, with the same backend and timeout.
 
@@ -39,6 +42,10 @@ def fresh_group(
         key: A name for the new one, which must be the same on all ranks, and must not
             have been used with ``group`` before.
         device: A device on which the new group will have collectives.
+        seconds: How long to wait for the other ranks, if not for the group's timeout.
+
+    Raises:
+        TimeoutError: A rank does not come in so many seconds.
     """
     # new_group() names a group by the number of groups in this process: ranks whose
     # numbers differ would wait for each other.
@@ -63,7 +70,7 @@ def fresh_group(
 
     with _unbound(), waiting():  # until all ranks are connected
         # On a device nothing is connected yet, and a thread has another current device.
-        created = in_time(connect) if device is None else connect()
+        created = connect() if device else in_time(connect, seconds)
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     _fresh.add(created)
     if device is not None:

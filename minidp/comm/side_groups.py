@@ -20,9 +20,9 @@ from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import group_store, has_store, key_prefix
 from .work import in_time
 
-_side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_side_groups: world.PerProcess[
+    WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]]
+] = world.PerProcess(WeakKeyDictionary)
 # For each default group, the key of the last failure of some global ranks. After a
 # failure a process may join new ranks in another default group, and these know of no
 # failure.
@@ -52,7 +52,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """
     if not has_store(group):
         return group
-    made = _side_groups.setdefault(group, {})
+    made = _side_groups().setdefault(group, {})
     if purpose not in made:
         ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
@@ -103,6 +103,7 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     # With the group's name, because other objects use equal keys on other groups.
     renewals[members] = f"{group_name(group)}/{key}"
     known = c10d._world.pg_group_ranks  # without groups that were destroyed
-    for other in list(_side_groups):
+    side_groups = _side_groups()
+    for other in list(side_groups):
         if other not in known or members.issuperset(known[other]):
-            _side_groups.pop(other, None)
+            side_groups.pop(other, None)

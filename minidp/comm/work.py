@@ -270,17 +270,21 @@ def wait_for(work: Work) -> Any:
         return work.wait() if waiter is None else waiter.wait(work)
 
 
-def in_time(function: Callable[[], Value]) -> Value:
-    """Call a function that waits for other ranks, in the time limit of the moment.
+def in_time(function: Callable[[], Value], seconds: float | None = None) -> Value:
+    """Call a function that waits for other ranks, with a time limit.
 
     To connect a group takes as long as the group's own timeout if a rank never comes,
     and such a wait cannot be cut short. So a thread calls the function. When the limit
     is over, the thread is left behind. Without a limit this one calls it.
 
+    Args:
+        function: What to call.
+        seconds: The limit. By default it is that of the moment, as for `wait_for`.
+
     Raises:
         TimeoutError: The limit is over.
     """
-    if current_deadline.waiter is None:
+    if seconds is None and current_deadline.waiter is None:
         with waiting():
             return function()
     future: Future[Value] = Future()
@@ -292,7 +296,12 @@ def in_time(function: Callable[[], Value]) -> Value:
             future.set_exception(error)
 
     world.thread(target=call, name="minidp connects", daemon=True).start()
-    value: Value = wait_for(_TimedFuture(future))
+    work = _TimedFuture(future)
+    if seconds is not None:
+        with waiting():
+            if not work.is_done_within(seconds):
+                raise TimeoutError(f"it did not finish within {seconds:g} s")
+    value: Value = wait_for(work)
     return value
 
 

@@ -70,7 +70,7 @@ def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
         error = outcome.error
         if error is None or isinstance(error, (InjectedError, KeyboardInterrupt)):
             continue
-        if type(error).__name__ == "Death":
+        if type(error).__name__ in ("Death", "UsersError"):
             continue
         text = (
             f"rank {outcome.rank}, step {outcome.step}: {type(error).__name__}: {error}"

@@ -76,9 +76,10 @@ def wrapped(ctx: Rank, settings: Settings) -> tuple[DataParallel, Any]:
 def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Average in a callback of the all-reduce."""
     buffer = bucket.buffer()
-    work = dist.all_reduce(buffer, async_op=True)
+    group = bucket.process_group()
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
-    size = dist.get_world_size()
+    size = group.size()
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(
         lambda done: done.value()[0].div_(size)
     )
