@@ -35,6 +35,7 @@ class Outcome:
     began: float
     ended: float = 0.0
     error: BaseException | None = None
+    is_own: bool = False  # the script called collectives of its own
     num_waits: int = 1  # how many limits of a wait it may take
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 

@@ -101,7 +101,10 @@ def num_items(rank: int, step: int) -> int:
 
 @functools.cache
 def expected(
-    settings: Settings, ranks: int, inputs: tuple[int, ...] | None = None
+    settings: Settings,
+    ranks: int,
+    inputs: tuple[int, ...] | None = None,
+    skipped: int | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Return the averages of each step, computed without minidp.
 
@@ -109,6 +112,7 @@ def expected(
         settings: How to train.
         ranks: How many ranks there are.
         inputs: How many steps each rank has inputs for, in `join`.
+        skipped: In which step no optimizer steps.
     """
     net = Net(0)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
@@ -132,7 +136,8 @@ def expected(
         for name, param in net.named_parameters():
             param.grad = averages[name].clone() if name in averages else None
         steps.append(averages)
-        optimizer.step()
+        if step != skipped:
+            optimizer.step()
     return steps
 
 

@@ -1,0 +1,265 @@
+"""Put races and hangs of minidp's history back, and see that they are found.
+
+    python -m tests.simulation.mutants              all: a survivor makes the status 1
+    python -m tests.simulation.mutants "stale alarms"   only this one
+
+Each mutant replaces one text in a copy of `minidp/`, and lets simulated ranks look for
+it, for 60 seconds at most.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A way to wait for ever, to be silent, or to blame the wrong rank."""
+
+    name: str
+    file: str  # in minidp/
+    old: str
+    new: str
+    scenario: str = "faults"
+
+
+MUTANTS = [
+    Mutant(
+        "the group of forwards is connected without a limit",
+        "comm/work.py",
+        "    if seconds is None and current_deadline.waiter is None:",
+        "    if True:",
+    ),
+    Mutant(
+        "the end of join() has no limit",
+        "data_parallel/join.py",
+        '        with ddp._reducer.communicator.blocking("ending join()"):',
+        "        if True:",
+        "join",
+    ),
+    Mutant(
+        "waits have no limit",
+        "comm/communicator.py",
+        "if not lost and late.waited > late.allowed and not self.extend(late):",
+        "if False:",
+    ),
+    Mutant(
+        "a rank that has ended counts as missing in what it has started",
+        "hang/heartbeat.py",
+        "is_lost = any(alarm.started < started for alarm in alarms)",
+        "is_lost = any(alarm.started <= started for alarm in alarms)",
+    ),
+    Mutant(
+        "alarms of a rank that has gone on stay valid",
+        "hang/rank_status.py",
+        "if started.get(a.rank, 0) <= a.started}",
+        "}",
+        "reset",
+    ),
+    Mutant(
+        "a killed rank's gap in the numbers hides later alarms",
+        "hang/rank_status.py",
+        '        rows = read_json(self._store, "alarm", numbers).values()',
+        "        rows = []\n"
+        "        for number in numbers:\n"
+        '            found = read_json(self._store, "alarm", [number])\n'
+        "            if not found:\n"
+        "                break\n"
+        "            rows += found.values()",
+    ),
+    Mutant(
+        "a rank that fails does not tell the others",
+        "core/reducer.py",
+        "        self.communicator.tell_others(error)",
+        "        pass",
+        "reset",
+    ),
+    Mutant(
+        "silent ranks are not missing",
+        "hang/report.py",
+        "        if rank in self._silent:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "a rank that waits for another one is missing, too",
+        "hang/report.py",
+        "return status.started < started and not status.wait_description",
+        "return status.started <= started",
+    ),
+    Mutant(
+        "reset() keeps a group in which a collective waits",
+        "data_parallel/agree_on_group.py",
+        "    return any(each != counts[0] for each in counts)",
+        "    return False",
+        "reset",
+    ),
+    Mutant(
+        "reset() keeps a group in which a collective has failed",
+        "data_parallel/agree_on_group.py",
+        "    if any(each.is_lost for each in reports):\n        return True\n",
+        "",
+        "reset",
+    ),
+    Mutant(
+        "reset() keeps the groups of forwards",
+        "data_parallel/agree_on_group.py",
+        "        comm.renew_side_groups(group, key)",
+        "        pass",
+        "reset",
+    ),
+    Mutant(
+        "reset() goes on in the old place of the store",
+        "data_parallel/agree_on_group.py",
+        "        communicator.peers.move_to(group, key)",
+        "        pass",
+        "reset",
+    ),
+    Mutant(
+        "reset() does not agree on the number of backwards",
+        "data_parallel/agree_on_group.py",
+        "        reducer.ledger.agree_on(max(each.finalized for each in reports))",
+        "        pass",
+        "reset",
+    ),
+    Mutant(
+        "buckets are launched as they fill, in any order",
+        "core/bucket_queue.py",
+        "",
+        "",
+        "train",
+    ),
+    Mutant(
+        "an exchange is not waited for before the next one",
+        "core/exchange.py",
+        "                self._communicator.wait(self._work)\n",
+        "                pass\n",
+        "train",
+    ),
+    Mutant(
+        "a meeting looks at posts before it looks at who has gone",
+        "guard/comparison.py",
+        "        passed = self._passed\n"
+        "        # First these, then the posts: a rank posts before it goes on.\n"
+        "        gone = {*passed.gone, *passed.reducing} if passed else set()\n"
+        "        stepped = {*passed.stepped} if passed else set()\n"
+        "        missing = set(self._ranks - self._posts.keys())\n"
+        "        try:\n"
+        "            self._posts |= read_json(self._store, self._topic, missing)\n"
+        "        except RuntimeError:  # the store is gone, because the rank that "
+        "hosts it ended\n"
+        "            return True\n",
+        "        passed = self._passed\n"
+        "        missing = set(self._ranks - self._posts.keys())\n"
+        "        try:\n"
+        "            self._posts |= read_json(self._store, self._topic, missing)\n"
+        "        except RuntimeError:\n"
+        "            return True\n"
+        "        gone = {*passed.gone, *passed.reducing} if passed else set()\n"
+        "        stepped = {*passed.stepped} if passed else set()\n",
+        "legal",
+    ),
+    Mutant(
+        "each rank decides for itself who has come to a meeting",
+        "guard/comparison.py",
+        "        posts = self._agree_who_came(topic, posts)\n",
+        "",
+        "mistake",
+    ),
+    Mutant(
+        "a rank that waits does not answer questions",
+        "comm/communicator.py",
+        "        each.answer()",
+        "        pass",
+        "mistake",
+    ),
+    Mutant(
+        "an answer replaces the post of a rank that has asked itself",
+        "guard/comparison.py",
+        "topic in (self._answered, self._asked)",
+        "topic == self._answered",
+        "mistake",
+    ),
+    Mutant(
+        "a rank that is asked in a backward waits for ever",
+        "guard/comparison.py",
+        "            patience = min(PATIENCE_SECONDS, limit / 4)",
+        "            patience = math.inf",
+        "mistake",
+    ),
+    Mutant(
+        "the number of steps is published late",
+        "hang/rank_status.py",
+        "        steps=steps,\n",
+        "        steps=0,\n",
+        "mistake",
+    ),
+    Mutant(
+        "an exception in join() does not mark the group",
+        "data_parallel/join.py",
+        "            communicator.has_failed = True\n",
+        "            pass\n",
+        "join_reset",
+    ),
+]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Look for all mutants, or for those that are named."""
+    chosen = [m for m in MUTANTS if m.old and (not arguments or m.name in arguments)]
+    survivors = []
+    for mutant in chosen:
+        began = time.monotonic()
+        found = is_found(mutant)
+        took = time.monotonic() - began
+        word = "found" if found else "SURVIVES"
+        print(f"{word:9} {took:5.1f} s  {mutant.name}  {found:.150}", flush=True)
+        if not found:
+            survivors.append(mutant.name)
+    return int(bool(survivors))
+
+
+def is_found(mutant: Mutant) -> str:
+    """Return what simulated ranks say of a copy with the mutant, or ""."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / "minidp", folder / "minidp", ignore=ignored)
+        (folder / "tests").symlink_to(ROOT / "tests")
+        path = folder / "minidp" / mutant.file
+        path.write_text(changed(mutant))
+        command = [sys.executable, "-m", "tests.simulation", mutant.scenario]
+        command += ["--runs", "1000000", "--seconds", str(SECONDS)]
+        env = {**os.environ, "PYTHONPATH": name, "MINIDP_NATIVE": "0"}
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, check=False
+        )
+    if done.returncode == 0:
+        return ""
+    return done.stdout.replace("\n", " ") or done.stderr[-300:]
+
+
+def changed(mutant: Mutant) -> str:
+    """Return the file with the mutant.
+
+    Raises:
+        ValueError: Its text is not found exactly once, so that it is out of date.
+    """
+    whole = (ROOT / "minidp" / mutant.file).read_text()
+    if whole.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: found {whole.count(mutant.old)} times")
+    return whole.replace(mutant.old, mutant.new)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
