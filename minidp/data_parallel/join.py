@@ -237,11 +237,11 @@ class Shadow(JoinHook):
         mine = ddp.process_group.rank() if is_last_joiner else -1
         with ddp._reducer.communicator.blocking("ending join()"):
             rows = gather_integers([mine], ddp.process_group, ddp.join_device)
-        ddp._authoritative_rank = max(rank for (rank,) in rows)
-        ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
-        if ddp.forward_sync_buffers:
-            ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
-        copy_after_join(ddp, ddp._authoritative_rank)
+            root = ddp._authoritative_rank = max(rank for (rank,) in rows)
+            ddp._replication.broadcast_parameters(ddp.module, root)
+            if ddp.forward_sync_buffers:
+                ddp._replication.broadcast_buffers(ddp.module, root)
+            copy_after_join(ddp, root)
         stop_joining(ddp)
 
     def _count_join(self) -> None:

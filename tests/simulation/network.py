@@ -19,6 +19,7 @@ import torch.distributed as dist
 from minidp.comm import endings
 
 from .scheduler import Finding, Life, Message, Process, Scheduler, Thread, of_the_system
+from .store import MARK
 
 CLOSED = "Connection closed by peer"
 
@@ -321,7 +322,7 @@ class Group:
     ) -> Work:
         scheduler = self._wire.network.scheduler
         number = len(self._wire.launches[self._process.rank])
-        what = f"{kind} {number} in {self.group_name[-30:]}"
+        what = f"{kind} {number} in {MARK.sub('~', self.group_name)[-30:]}"
         scheduler.turn(f"starts {what}")
         work = Work(scheduler, what, outputs, self._wire.network.timeout)
         launch = Launch(kind, inputs, work, write, root=root, shape=shape)

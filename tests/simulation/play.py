@@ -19,7 +19,7 @@ from minidp import world
 from .faults import Fault, Kind, Striker, draw
 from .network import Network
 from .scheduler import Finding, Life, Process, Scheduler, Thread
-from .store import Connection, Server
+from .store import MARK, Connection, Server
 from .tape import Tape
 from .world import SimulatedWorld, TorchsWorld
 
@@ -118,7 +118,7 @@ class Play:
         ranks: int,
         settings: Any = None,
         kinds: tuple[Kind, ...] = (Kind.NOTHING,),
-        seams: int = 300,
+        seams: int = 160,
         points: int = 10,
     ) -> None:
         self.scenario, self.tape, self.settings = scenario, tape, settings
@@ -187,10 +187,11 @@ class Play:
         rows = account if lines is None else account[-lines:]
         first = account[0][0] if account else 0.0
         indent = "    "
-        return "\n".join(
+        text = "\n".join(
             f"{time - first:10.4f} {indent * 2 * rank}r{rank} {thread}: {text}"
             for time, rank, thread, text in rows
         )
+        return MARK.sub("~", text)  # random, and nothing follows from it
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def of_the_system(function: Function) -> Function:
     return function
 
 
-class Death(BaseException):  # noqa: N818 -- no error: the end of a simulated process
+class Death(BaseException):
     """Ends the threads of a process that is no more. It is no Exception."""
 
 
@@ -133,7 +133,7 @@ class Thread:
                 self._target(*self._args)
         except Death:
             pass
-        except BaseException as error:  # noqa: BLE001 -- the driver raises it
+        except BaseException as error:
             self.error = error
         self.is_over = True
         self._scheduler.wake_all(self._joiners)

@@ -6,6 +6,7 @@ may be old when it arrives there, because others go on meanwhile.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from .scheduler import Scheduler, Thread, of_the_system
 
 Value = TypeVar("Value")
+MARK = re.compile(r"\b[0-9a-f]{9,16}(?=/)")  # of a group: `minidp.comm.mark_group`
 TIMEOUT = timedelta(seconds=300)
 
 
@@ -101,7 +103,7 @@ class Connection(dist.Store):
         return self._ask(f"compare and set {_short(key)}", answer)
 
     @of_the_system
-    def deleteKey(self, key: str) -> bool:  # noqa: N802 -- what C++ calls
+    def deleteKey(self, key: str) -> bool:
         values = self._server.values
         return self._ask(
             f"delete {_short(key)}", lambda: values.pop(key, None) is not None
@@ -113,4 +115,4 @@ def _as_bytes(value: Any) -> bytes:
 
 
 def _short(key: str) -> str:
-    return "/".join(key.split("/")[2:])[-60:]
+    return "/".join(MARK.sub("~", key).split("/")[2:])[-60:]

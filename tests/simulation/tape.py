@@ -21,7 +21,7 @@ class Tape:
     def __init__(self, seed: int = 0, row: Sequence[int] | None = None) -> None:
         self.seed = seed
         self.made: list[int] = []
-        self._random = random.Random(seed)  # noqa: S311 -- not for secrets
+        self._random = random.Random(seed)
         self._row = None if row is None else iter(row)
 
     def choose(self, count: int) -> int:
