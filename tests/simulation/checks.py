@@ -30,7 +30,7 @@ def check_all(play: Play, inputs: tuple[int, ...] | None = None) -> None:
     if is_harmless(play):
         check_no_error(play)
     elif fault.kind is Kind.HEARS_LATE:
-        check_errors(play, set(), must_name=False)
+        check_errors(play, {play.fault.rank}, must_name=False)
     else:
         check_errors(play, {fault.rank}, must_name=True)
 
@@ -88,12 +88,23 @@ def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
         named = {
             int(r) for found in ABSENT.findall(str(error)) for r in found.split(",")
         }
-        if wrong := named - culprits - failed:
+        gave_up = {r for r in failed if _has_given_up(r, str(error))}
+        if wrong := named - culprits - gave_up:
             raise Finding(f"the error blames rank {wrong}, not {culprits}: {text}")
         told = str(error).partition("]")[2]
+        if (
+            play.fault.kind in (Kind.DIES, Kind.DIES_SILENTLY)
+            and "All ranks are running" in told
+        ):
+            raise Finding(f"the error takes a dead rank for one that runs: {text}")
         names = any(re.search(rf"[Rr]ank(s|\(s\))? {r}\b", told) for r in culprits)
         if must_name and not names:
             raise Finding(f"the error does not name rank {culprits}: {text}")
+
+
+def _has_given_up(rank: int, text: str) -> bool:
+    """Return whether an error says that a rank has given up, or is gone."""
+    return any(f"ank {rank} {word}" in text for word in ("gave up", "is gone"))
 
 
 def _check_time(play: Play, outcome: Outcome) -> None:

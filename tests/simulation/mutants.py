@@ -61,31 +61,6 @@ MUTANTS = [
         "is_lost = any(alarm.started <= started for alarm in alarms)",
     ),
     Mutant(
-        "alarms of a rank that has gone on stay valid",
-        "hang/rank_status.py",
-        "if started.get(a.rank, 0) <= a.started}",
-        "}",
-        "reset",
-    ),
-    Mutant(
-        "a killed rank's gap in the numbers hides later alarms",
-        "hang/rank_status.py",
-        '        rows = read_json(self._store, "alarm", numbers).values()',
-        "        rows = []\n"
-        "        for number in numbers:\n"
-        '            found = read_json(self._store, "alarm", [number])\n'
-        "            if not found:\n"
-        "                break\n"
-        "            rows += found.values()",
-    ),
-    Mutant(
-        "a rank that fails does not tell the others",
-        "core/reducer.py",
-        "        self.communicator.tell_others(error)",
-        "        pass",
-        "reset",
-    ),
-    Mutant(
         "silent ranks are not missing",
         "hang/report.py",
         "        if rank in self._silent:\n            return True\n",
@@ -204,13 +179,6 @@ MUTANTS = [
         "        steps=steps,\n",
         "        steps=0,\n",
         "mistake",
-    ),
-    Mutant(
-        "an exception in join() does not mark the group",
-        "data_parallel/join.py",
-        "            communicator.has_failed = True\n",
-        "            pass\n",
-        "join_reset",
     ),
 ]
 

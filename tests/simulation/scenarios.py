@@ -174,6 +174,9 @@ def draw_raising(tape: Tape) -> Raising:
     return Raising(settings, tape.choose(2), step, tape.choose(4))
 
 
+SOON_SECONDS = 5.0  # until others hear of a rank that calls reset()
+
+
 class UsersError(ValueError):
     """What a line of the script raises, and the script catches."""
 
@@ -207,8 +210,14 @@ def check_reset(play: Play) -> None:
         for rank, error in play.ends.items():
             if error is not None:
                 raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+        for each in play.outcomes:
+            took = each.ended - each.began
+            if took > SOON_SECONDS + play.fault.seconds:
+                raise Finding(
+                    f"rank {each.rank} heard of the error only after {took:.1f} s"
+                )
         return
-    check_errors(play, set(), must_name=False)
+    check_errors(play, {play.fault.rank}, must_name=False)
 
 
 def train_in_join(ctx: Rank) -> None:
@@ -328,7 +337,7 @@ def check_legal(play: Play) -> None:
     if is_harmless(play):
         check_no_error(play)
     elif play.fault.kind is Kind.HEARS_LATE:
-        check_errors(play, set(), must_name=False)
+        check_errors(play, {play.fault.rank}, must_name=False)
     else:
         check_errors(play, {play.fault.rank}, must_name=True)
 
