@@ -293,7 +293,7 @@ def in_time(function: Callable[[], Value], seconds: float | None = None) -> Valu
         try:
             future.set_result(function())
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
 
     world.thread(target=call, name="minidp connects", daemon=True).start()
     work = _TimedFuture(future)

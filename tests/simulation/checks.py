@@ -6,9 +6,9 @@ import re
 
 from minidp.errors import MiniDPError
 
-from .faults import LASTING, InjectedError, Kind
+from .faults import LASTING, InjectedError, Kind, UsersError
 from .play import Outcome, Play
-from .scheduler import Finding, Life
+from .scheduler import Death, Finding, Life
 from .training import HANG_SECONDS, differ, expected
 
 # What a wait may take beyond its limit: to ask who is missing, and a slice.
@@ -48,13 +48,13 @@ def check_gradients(
             raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
 
 
-def check_no_error(play: Play, allowed: tuple[str, ...] = ()) -> None:
-    """Let nothing be raised, logged or warned of, but texts that have an allowed part."""
+def check_no_error(play: Play) -> None:
+    """Let nothing be raised, logged or warned of."""
     for rank, error in play.ends.items():
         if error is not None:
             raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
     for rank, text in play.warned:
-        if "Still" not in text and not any(each in text for each in allowed):
+        if "Still" not in text:
             raise Finding(f"rank {rank} said {text}")
 
 
@@ -66,40 +66,49 @@ def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
         culprits: The ranks where something has gone wrong.
         must_name: Whether each error of another rank has to name one of them.
     """
-    failed = {each.rank for each in play.outcomes if each.error is not None}
-    if play.fault.kind is Kind.HEARS_LATE:  # who has finished is gone, and is told so
-        failed |= {r for r, error in play.ends.items() if error is None}
     for outcome in play.outcomes:
         _check_time(play, outcome)
         error = outcome.error
-        if error is None or isinstance(error, (InjectedError, KeyboardInterrupt)):
+        if error is None or _is_the_scripts(outcome):
             continue
-        if type(error).__name__ in ("Death", "UsersError"):
-            continue
-        text = (
-            f"rank {outcome.rank}, step {outcome.step}: {type(error).__name__}: {error}"
-        )
-        if outcome.is_own and type(error) is RuntimeError:
-            continue
+        what = f"rank {outcome.rank}, step {outcome.step}: {_line(error)}"
         if not isinstance(error, MiniDPError):
-            raise Finding(f"an error that is not minidp's: {text}")
-        if outcome.rank in culprits:
-            continue
-        named = {
-            int(r) for found in ABSENT.findall(str(error)) for r in found.split(",")
-        }
-        gave_up = {r for r in failed if _has_given_up(r, str(error))}
-        if wrong := named - culprits - gave_up:
-            raise Finding(f"the error blames rank {wrong}, not {culprits}: {text}")
-        told = str(error).partition("]")[2]
-        if (
-            play.fault.kind in (Kind.DIES, Kind.DIES_SILENTLY)
-            and "All ranks are running" in told
-        ):
-            raise Finding(f"the error takes a dead rank for one that runs: {text}")
-        names = any(re.search(rf"[Rr]ank(s|\(s\))? {r}\b", told) for r in culprits)
-        if must_name and not names:
-            raise Finding(f"the error does not name rank {culprits}: {text}")
+            raise Finding(f"an error that is not minidp's: {what}")
+        if outcome.rank not in culprits:
+            _check_names(play, str(error).partition("]")[2], culprits, what)
+            if must_name and not any(_names(r, str(error)) for r in culprits):
+                raise Finding(f"the error does not name rank {culprits}: {what}")
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_the_scripts(outcome: Outcome) -> bool:
+    """Return whether an error comes from the script itself, or from a rank's death."""
+    error = outcome.error
+    if outcome.is_own and type(error) is RuntimeError:
+        return True
+    return isinstance(error, (InjectedError, UsersError, KeyboardInterrupt, Death))
+
+
+def _names(rank: int, text: str) -> bool:
+    told = text.partition("]")[2]  # behind the rank that tells it
+    return re.search(rf"[Rr]ank(s|\(s\))? {rank}\b", told) is not None
+
+
+def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
+    """Let an error blame no rank that has done nothing, and take no dead one to run."""
+    failed = {each.rank for each in play.outcomes if each.error is not None}
+    if play.fault.kind is Kind.HEARS_LATE:  # who has finished is gone, and is told so
+        failed |= {r for r, error in play.ends.items() if error is None}
+    named = {int(r) for found in ABSENT.findall(told) for r in found.split(",")}
+    gave_up = {r for r in failed if _has_given_up(r, told)}
+    if wrong := named - culprits - gave_up:
+        raise Finding(f"the error blames rank {wrong}, not {culprits}: {what}")
+    is_dead = play.fault.kind in (Kind.DIES, Kind.DIES_SILENTLY)
+    if is_dead and "All ranks are running" in told:
+        raise Finding(f"the error takes a dead rank for one that runs: {what}")
 
 
 def _has_given_up(rank: int, text: str) -> bool:

@@ -49,6 +49,10 @@ class InjectedError(RuntimeError):
     """The error of a user's script."""
 
 
+class UsersError(ValueError):
+    """What a line of the script raises, and the script catches."""
+
+
 LASTING = {Kind.FREEZES, Kind.IS_SLOW, Kind.HEARS_LATE}
 FATAL = {Kind.DIES, Kind.DIES_SILENTLY, Kind.RAISES, Kind.INTERRUPTED}
 

@@ -110,7 +110,8 @@ MUTANTS = [
     Mutant(
         "buckets are launched as they fill, in any order",
         "core/bucket_queue.py",
-        "                if bucket.state is not BucketState.FULL:\n                    break",
+        "                if bucket.state is not BucketState.FULL:\n"
+        "                    break",
         "                if bucket.state is not BucketState.FULL:\n"
         "                    continue",
         "train",

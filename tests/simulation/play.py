@@ -86,9 +86,8 @@ class Rank:
             raise
         finally:
             outcome.ended = self.time
-            self._play.scheduler.note(
-                f"step {number}: {'ok' if outcome.error is None else _line(outcome.error)}"
-            )
+            how = "ok" if outcome.error is None else _line(outcome.error)
+            self._play.scheduler.note(f"step {number}: {how}")
 
 
 def _line(error: BaseException) -> str:

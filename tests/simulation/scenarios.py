@@ -21,7 +21,7 @@ from .checks import (
     check_no_error,
     is_harmless,
 )
-from .faults import Kind
+from .faults import Kind, UsersError
 from .play import Play, Rank
 from .scheduler import Finding
 from .tape import Tape
@@ -175,10 +175,6 @@ def draw_raising(tape: Tape) -> Raising:
 
 
 SOON_SECONDS = 5.0  # until others hear of a rank that calls reset()
-
-
-class UsersError(ValueError):
-    """What a line of the script raises, and the script catches."""
 
 
 def train_and_reset(ctx: Rank) -> None:

@@ -15,6 +15,7 @@ there is none, nobody will ever run again, which is a `Deadlock`.
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,19 @@ class Life(Enum):
     LIVES = "lives"
     KILLED = "was killed"
     ENDED = "has ended"
+
+
+class Style(Enum):
+    """How a run chooses who goes on.
+
+    Rare orders need a rank that is overtaken again and again. A uniform choice seldom
+    brings that; priorities that change at few places do (Burckhardt and others, "A
+    randomized scheduler with probabilistic guarantees of finding bugs", 2010).
+    """
+
+    GOES_ON = "whoever runs goes on, with rare exceptions"
+    UNIFORM = "anybody"
+    BY_PRIORITY = "the highest of random priorities, which change now and then"
 
 
 @dataclass(eq=False)
@@ -178,8 +192,8 @@ class Scheduler:
         self._acting: Process | None = None
         self._driver = threading.Lock()
         self._driver.acquire()
-        self._is_polite = tape.choose(3)  # 0: rare switches, 1: uniform, 2: priorities
-        self._change_in = tape.choose(60) if self._is_polite == 2 else 0
+        self._style = [*Style][tape.choose(3)]
+        self._change_in = 0
 
     # -- who runs ----------------------------------------------------------------------
 
@@ -204,7 +218,7 @@ class Scheduler:
     def add(self, thread: Thread) -> None:
         thread.process.threads.append(thread)
         self.threads.append(thread)
-        if self._is_polite == 2:
+        if self._style is Style.BY_PRIORITY:
             thread.priority = 1.0 + self.tape.choose(1000)
 
     def run(self) -> None:
@@ -274,7 +288,6 @@ class Scheduler:
 
     def leave(self, thread: Thread) -> None:
         """End a thread, and hand the baton over for good."""
-        self.threads_left = [each for each in self.threads if not each.is_over]
         if thread.error is not None and self.finding is None:
             if isinstance(thread.error, Finding):
                 self.finding = thread.error
@@ -344,49 +357,51 @@ class Scheduler:
         thread.baton.release()
 
     def _next(self, me: Thread | None) -> Thread | None:
-        """Return the thread to run now; deliver messages that come before."""
+        """Return the thread to run now; deliver messages that come before.
+
+        It is None when all threads are over, or dead after a deadlock.
+        """
         while True:
-            time = self.time
-            can_run, next_time = [], None
-            for each in self.threads:
-                if each.is_over:
-                    continue
-                until = each.process.frozen_until
-                if each.waits:
-                    if each.deadline is None:
-                        continue
-                    until = max(until, each.deadline)
-                if until <= time:
-                    can_run.append(each)
-                elif next_time is None or until < next_time:
-                    next_time = until
-            arrived = []
-            for message in self.messages:
-                until = max(message.time, message.process.frozen_until)
-                if until <= time:
-                    arrived.append(message)
-                elif next_time is None or until < next_time:
-                    next_time = until
+            can_run, arrived, later = self._possible()
             if not can_run and not arrived:
-                if next_time is None:
-                    if not self._find_deadlock():
-                        return None
-                    continue
-                self.time = next_time
+                if later < math.inf:
+                    self.time = later
+                elif not self._find_deadlock():
+                    return None
                 continue
-            is_soon = next_time is not None and next_time - time < JUMP_SECONDS
-            if is_soon and self._is_polite and self.tape.is_rare(200):
-                assert next_time is not None
-                self.time = next_time  # all who could run are slow
+            is_soon = later - self.time < JUMP_SECONDS
+            if is_soon and self._style is not Style.GOES_ON and self.tape.is_rare(200):
+                self.time = later  # all who could run are slow
                 continue
             chosen = self._choose(me, can_run, arrived)
-            if isinstance(chosen, Message):
-                self.messages.remove(chosen)
-                self._deliver(chosen)
+            if isinstance(chosen, Thread):
+                chosen.waits, chosen.deadline = False, None
+                self.current = chosen
+                return chosen
+            self.messages.remove(chosen)
+            self._deliver(chosen)
+
+    def _possible(self) -> tuple[list[Thread], list[Message], float]:
+        """Return who can run, what can arrive, and when something else can happen."""
+        time, later = self.time, math.inf
+        can_run, arrived = [], []
+        for each in self.threads:
+            if each.is_over or (each.waits and each.deadline is None):
                 continue
-            chosen.waits, chosen.deadline = False, None
-            self.current = chosen
-            return chosen
+            until = each.process.frozen_until
+            if each.deadline is not None:
+                until = max(until, each.deadline)
+            if until <= time:
+                can_run.append(each)
+            else:
+                later = min(later, until)
+        for message in self.messages:
+            until = max(message.time, message.process.frozen_until)
+            if until <= time:
+                arrived.append(message)
+            else:
+                later = min(later, until)
+        return can_run, arrived, later
 
     def _choose(
         self, me: Thread | None, can_run: list[Thread], arrived: list[Message]
@@ -397,21 +412,21 @@ class Scheduler:
         everybody: list[Thread | Message] = [*can_run, *arrived]
         if len(everybody) == 1:
             return everybody[0]
-        if self._is_polite == 0:  # whoever runs goes on
-            if not self.tape.is_rare(20):
-                return everybody[0]
-        elif self._is_polite == 2:
-            if arrived and self.tape.is_rare(4):
-                return arrived[self.tape.choose(len(arrived))]
-            if not can_run:
-                return arrived[0]
-            first = max(can_run, key=lambda each: each.priority)
-            self._change_in -= 1
-            if self._change_in <= 0:
-                first.priority = -float(self.num_seams)
-                self._change_in = 1 + self.tape.choose(60)
-            return first
+        if self._style is Style.GOES_ON and not self.tape.is_rare(20):
+            return everybody[0]
+        if self._style is Style.BY_PRIORITY:
+            return self._first(can_run, arrived)
         return everybody[self.tape.choose(len(everybody))]
+
+    def _first(self, can_run: list[Thread], arrived: list[Message]) -> Thread | Message:
+        if not can_run or (arrived and self.tape.is_rare(4)):
+            return arrived[self.tape.choose(len(arrived))]
+        first = max(can_run, key=lambda each: each.priority)
+        self._change_in -= 1
+        if self._change_in <= 0:
+            first.priority = -float(self.num_seams)
+            self._change_in = 1 + self.tape.choose(60)
+        return first
 
     def _deliver(self, message: Message) -> None:
         self._acting = message.process

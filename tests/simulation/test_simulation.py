@@ -45,7 +45,6 @@ def _few_objects() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
@@ -95,7 +94,7 @@ def test_nothing_is_left() -> None:
     assert not dist.is_initialized()
 
 
-# ------------------------------------------------------ what the simulation itself finds
+# ---------------------------------------------- what the simulation itself can find
 
 
 def found_in(script: Any, tape: Tape | None = None) -> str:
