@@ -73,17 +73,10 @@ MUTANTS = [
         "return status.started <= started",
     ),
     Mutant(
-        "reset() keeps a group in which a collective waits",
-        "data_parallel/agree_on_group.py",
-        "    return any(each != counts[0] for each in counts)",
-        "    return False",
-        "reset",
-    ),
-    Mutant(
         "reset() keeps a group in which a collective has failed",
         "data_parallel/agree_on_group.py",
-        "    if any(each.is_lost for each in reports):\n        return True\n",
-        "",
+        "        if _is_unusable(reports):",
+        "        if False:",
         "reset",
     ),
     Mutant(

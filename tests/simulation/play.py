@@ -108,6 +108,7 @@ class Play:
         kinds: What may go wrong.
         seams, points: Up to which seam of a rank, and which point of its script,
             something may go wrong.
+        fault: What goes wrong, if it is not to be drawn.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ class Play:
         kinds: tuple[Kind, ...] = (Kind.NOTHING,),
         seams: int = 160,
         points: int = 10,
+        fault: Fault | None = None,
     ) -> None:
         self.scenario, self.tape, self.settings = scenario, tape, settings
         self.scheduler = Scheduler(tape, ranks)
         self.network = Network(self.scheduler, GROUP_SECONDS)
         self.server = Server(self.scheduler)
-        self.fault = draw(tape, ranks, seams, points, list(kinds))
+        self.fault = fault or draw(tape, ranks, seams, points, list(kinds))
         self.striker = Striker(
             self.fault, self.scheduler, self.network, self.server, hosts_store=False
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from minidp import world
 
-from .faults import Kind
+from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
 from .scenarios import SCENARIOS
@@ -26,12 +27,12 @@ from .tape import Tape
 # How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
 RUNS = {
     "train": 60,
-    "faults": 200,
-    "reset": 30,
-    "join": 40,
-    "legal": 60,
-    "mistake": 60,
-    "leave_out": 15,
+    "faults": 120,
+    "reset": 12,
+    "join": 30,
+    "legal": 40,
+    "mistake": 40,
+    "leave_out": 10,
 }
 
 
@@ -92,6 +93,22 @@ def test_nothing_is_left() -> None:
     assert c10d._world is torchs
     assert world._world is here
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", [Kind.DIES, Kind.DIES_SILENTLY, Kind.INTERRUPTED])
+@pytest.mark.parametrize("name", ["train", "join"])
+def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
+    """At every third seam: of the constructor, of a step, of the end of `join`."""
+    scenario = SCENARIOS[name]
+    plan = scenario.draw(Tape(row=()))
+    for at in itertools.count(0, 3):
+        fault = Fault(kind, rank=1, at=at)
+        play = Play(scenario.script, Tape(seed=at), 2, plan, fault=fault)
+        play.run()
+        scenario.check(play)
+        if not fault.has_struck:
+            break
+    assert at > 60
 
 
 # ---------------------------------------------- what the simulation itself can find
