@@ -80,23 +80,9 @@ MUTANTS = [
         "reset",
     ),
     Mutant(
-        "reset() keeps the groups of forwards",
-        "data_parallel/agree_on_group.py",
-        "        comm.renew_side_groups(group, key)",
-        "        pass",
-        "reset",
-    ),
-    Mutant(
         "reset() goes on in the old place of the store",
         "data_parallel/agree_on_group.py",
         "        communicator.peers.move_to(group, key)",
-        "        pass",
-        "reset",
-    ),
-    Mutant(
-        "reset() does not agree on the number of backwards",
-        "data_parallel/agree_on_group.py",
-        "        reducer.ledger.agree_on(max(each.finalized for each in reports))",
         "        pass",
         "reset",
     ),
