@@ -102,7 +102,7 @@ class Striker:
         elif fault.kind is Kind.FREEZES:
             process.frozen_until = self._scheduler.time + fault.seconds
         elif fault.kind is Kind.IS_SLOW:
-            self._scheduler.block(fault.seconds, "nothing, it is slow")
+            thread.slow_until = self._scheduler.time + fault.seconds
         elif fault.kind is Kind.HEARS_LATE:
             self._network.delays[process.rank] = fault.seconds
 

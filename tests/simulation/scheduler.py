@@ -108,6 +108,7 @@ class Thread:
     ) -> None:
         self.process, self.name, self.daemon = process, name, daemon
         self.deadline: float | None = None  # of its wait, if it waits
+        self.slow_until = 0.0
         self.waits = False
         self.waits_for = ""
         self.was_woken = False
@@ -314,7 +315,7 @@ class Scheduler:
             process.life = life
         process.frozen_until = 0.0
         for each in process.threads:
-            each.waits, each.deadline = False, None
+            each.waits, each.deadline, each.slow_until = False, None, 0.0
         self.messages = [each for each in self.messages if each.process is not process]
 
     # -- inside ------------------------------------------------------------------------
@@ -388,7 +389,7 @@ class Scheduler:
         for each in self.threads:
             if each.is_over or (each.waits and each.deadline is None):
                 continue
-            until = each.process.frozen_until
+            until = max(each.process.frozen_until, each.slow_until)
             if each.deadline is not None:
                 until = max(until, each.deadline)
             if until <= time:
