@@ -1,19 +1,42 @@
-"""The clock and the threads, as everything that waits for other ranks gets them.
+"""What a rank has of the outside: a clock, threads, groups, and a process of its own.
 
 Code that waits (`minidp.comm`, `minidp.hang`, the comparisons of `minidp.guard` and
 `minidp.replica`) asks this module and not `time` or `threading`, so that a test can put
-a simulated world in its place and decide about every order of events. The rest of the
-outside is behind doors of the same kind: stores come from `minidp.comm.stores`, and
-collectives from `minidp.comm.collectives`.
+a simulated world in its place and decide about every order of events. There all ranks
+are threads of one process. So tables that a process has once are a `PerProcess`, of
+which each simulated rank has its own.
+
+Stores come from `minidp.comm.stores`, and collectives from `minidp.comm.collectives`:
+both ask torch's default group, which a simulated world replaces.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class PerProcess(Generic[Value]):
+    """Something that each process has once. Call this object to get it.
+
+    Args:
+        make: Returns a new one. It is called at once for this process.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self.make = make
+        self.of_this_process = make()
+
+    def __call__(self) -> Value:
+        """Return the one of this process, or of this rank of a simulated world."""
+        return _world.own(self)
 
 
 class World:
@@ -37,6 +60,30 @@ class World:
         The ``options`` are those of `threading.Thread`.
         """
         return threading.Thread(target=target, **options)
+
+    def own(self, each: PerProcess[Value]) -> Value:
+        """Return what this process has of something that each process has once."""
+        return each.of_this_process
+
+    def at_exit(self, function: Callable[[], object]) -> None:
+        """Let a function run when this process ends."""
+        atexit.register(function)
+        # Most children of multiprocessing end without running atexit.
+        Finalize(None, function, exitpriority=0)
+
+    def connect(
+        self, make: Callable[[], Value], name: str, ranks: int, *, is_listed: bool
+    ) -> Value:
+        """Make a process group, and wait until all of its ranks are connected.
+
+        Args:
+            make: Makes the group, and waits.
+            name: What its ranks call it, and no other group.
+            ranks: How many ranks there are. They are those of the default group that
+                call this with the same name.
+            is_listed: Whether ``make`` lets torch.distributed know the group.
+        """
+        return make()
 
 
 _world = World()
@@ -63,6 +110,18 @@ def thread(target: Callable[..., Any], **options: Any) -> threading.Thread:
     The ``options`` are those of `threading.Thread`.
     """
     return _world.thread(target, **options)
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Let a function run when this process ends."""
+    _world.at_exit(function)
+
+
+def connect(
+    make: Callable[[], Value], name: str, ranks: int, *, is_listed: bool
+) -> Value:
+    """Make a process group, and wait for its ranks, as `World.connect` says."""
+    return _world.connect(make, name, ranks, is_listed=is_listed)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -349,6 +350,15 @@ def coverage(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Ranks that die under torchrun, 200 times."""
     session.run(PYTHON, "-m", "tests.chaos.chaos", "--runs", "200")
+
+
+@stage("nightly")
+def simulation(session: nox.Session) -> None:
+    """Simulated ranks, by other seeds each night; and old races, put back."""
+    first = str(int(time.time()))
+    words = ("--first", first, "--runs", "1000000", "--seconds", "600")
+    session.run(PYTHON, "-m", "tests.simulation", *words)
+    session.run(PYTHON, "-m", "tests.simulation.mutants")
 
 
 @stage("nightly")

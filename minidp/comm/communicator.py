@@ -77,7 +77,7 @@ class Answerer(Protocol):
 
 # A rank that has a question makes the others wait for it in the next collective. Each
 # slice of that wait asks these objects to look for the question.
-answerers: WeakSet[Answerer] = WeakSet()
+answerers: world.PerProcess[WeakSet[Answerer]] = world.PerProcess(WeakSet)
 
 
 class PeerReport(NamedTuple):
@@ -664,7 +664,7 @@ class Communicator:
 
 
 def _answer_questions() -> None:
-    for each in [*answerers]:
+    for each in [*answerers()]:
         each.answer()
 
 

@@ -18,10 +18,12 @@ from .work import Work
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.05  # ten times the interpreter's switch interval
 
-_left_behind: list[Work] = []
+_left_behind: world.PerProcess[list[Work]] = world.PerProcess(list)
 # Groups of works that had not ended. A reference of C's own outlives this list, which
 # Python frees at exit.
-_leaked: list[tuple[ProcessGroup, list[Work]]] = []
+_leaked: world.PerProcess[list[tuple[ProcessGroup, list[Work]]]] = world.PerProcess(
+    list
+)
 
 
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
@@ -41,11 +43,12 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     if not endless:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _leaked.append((group, endless))
+    _leaked().append((group, endless))
     call_once_at_exit(_wait_for_left_behind)
     # Works hold buckets: drop those that have ended since.
-    _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
-    _left_behind.extend(endless)
+    left = _left_behind()
+    left[:] = [work for work in left if not work.is_completed()]
+    left.extend(endless)
 
 
 def abort(group: ProcessGroup) -> bool:
@@ -71,9 +74,10 @@ def free_left_behind() -> None:
 
     Most of them end when other ranks free their own groups.
     """
-    for row in list(_leaked):
+    leaked = _leaked()
+    for row in list(leaked):
         if all(work.is_completed() for work in row[1]):
-            _leaked.remove(row)
+            leaked.remove(row)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(row[0]))
 
 
@@ -100,7 +104,7 @@ def _wait_for_left_behind() -> None:
     aborts.
     """
     deadline = world.now() + EXIT_SECONDS
-    while not all(work.is_completed() for work in _left_behind):
+    while not all(work.is_completed() for work in _left_behind()):
         if world.now() > deadline:
             break
         world.sleep(SETTLE_SECONDS)

@@ -12,16 +12,21 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import distributed_c10d as c10d
 
+from minidp import world
+
 from .backends import backend_name, group_timeout
 from .collectives import all_reduce
 from .endings import free_left_behind
 from .groups import ProcessGroup, default_group, group_name, group_ranks
 from .stores import key_prefix
-from .work import waiting
+from .work import in_time, waiting
 
 
 def fresh_group(
-    group: ProcessGroup, key: str, device: torch.device | None = None
+    group: ProcessGroup,
+    key: str,
+    device: torch.device | None = None,
+    seconds: float | None = None,
 ) -> ProcessGroup:
     """Create a group of the same ranks, with the same backend and timeout.
 
@@ -37,21 +42,35 @@ def fresh_group(
         key: A name for the new one, which must be the same on all ranks, and must not
             have been used with ``group`` before.
         device: A device on which the new group will have collectives.
+        seconds: How long to wait for the other ranks, if not for the group's timeout.
+
+    Raises:
+        TimeoutError: A rank does not come in so many seconds.
     """
     # new_group() names a group by the number of groups in this process: ranks whose
     # numbers differ would wait for each other.
-    ranks, name = group_ranks(group), backend_name(group)
-    config = dist.get_backend_config(group) if name == "undefined" else name
-    with _unbound(), waiting():  # until all ranks are connected
-        created: ProcessGroup = c10d._new_process_group_helper(
+    ranks, backend = group_ranks(group), backend_name(group)
+    config = dist.get_backend_config(group) if backend == "undefined" else backend
+    name = f"{key_prefix(group)}/{key}"
+
+    def connected() -> ProcessGroup:
+        made: ProcessGroup = c10d._new_process_group_helper(
             len(ranks),
             group.rank(),
             ranks,
             dist.Backend(config),
             c10d._get_default_store(),
-            c10d.GroupName(f"{key_prefix(group)}/{key}"),
+            c10d.GroupName(name),
             timeout=group_timeout(group),
         )[0]
+        return made
+
+    def connect() -> ProcessGroup:
+        return world.connect(connected, name, len(ranks), is_listed=True)
+
+    with _unbound(), waiting():  # until all ranks are connected
+        # On a device nothing is connected yet, and a thread has another current device.
+        created = connect() if device else in_time(connect, seconds)
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     _fresh.add(created)
     if device is not None:
@@ -80,13 +99,14 @@ def _unbound() -> Iterator[None]:
 
 
 _fresh: WeakSet[ProcessGroup] = WeakSet()  # the groups that `fresh_group` created
-_replaced: list[ref[ProcessGroup]] = []  # those of them that were replaced since
+# Those of them that were replaced since.
+_replaced: world.PerProcess[list[ref[ProcessGroup]]] = world.PerProcess(list)
 
 
 def note_replaced(group: ProcessGroup) -> None:
     """Let `free_replaced` free a group, if it was created by `fresh_group`."""
     if group in _fresh:
-        _replaced.append(ref(group))
+        _replaced().append(ref(group))
 
 
 def free_replaced() -> None:
@@ -96,9 +116,10 @@ def free_replaced() -> None:
     they would add up. One with which users have wrapped other models stays.
     """
     free_left_behind()
-    for each in list(_replaced):
+    replaced = _replaced()
+    for each in list(replaced):
         if _is_freed(each):
-            _replaced.remove(each)
+            replaced.remove(each)
 
 
 def _is_freed(replaced: ref[ProcessGroup]) -> bool:
@@ -109,11 +130,11 @@ def _is_freed(replaced: ref[ProcessGroup]) -> bool:
     group = replaced()
     if group is None or group not in c10d._world.pg_map:
         return True  # a user has destroyed it
-    world, name = c10d._world, group_name(group)
-    tables: list[Any] = [world.pg_map, world.pg_names, world.pg_group_ranks]
-    tables += [world.pg_backend_config, world.pg_to_tag]
+    torchs, name = c10d._world, group_name(group)
+    tables: list[Any] = [torchs.pg_map, torchs.pg_names, torchs.pg_group_ranks]
+    tables += [torchs.pg_backend_config, torchs.pg_to_tag]
     rows = [(table, table.pop(group)) for table in tables if group in table]
-    tagged = [members for members in world.tags_to_pg.values() if group in members]
+    tagged = [members for members in torchs.tags_to_pg.values() if group in members]
     for members in tagged:
         members.remove(group)
     del group

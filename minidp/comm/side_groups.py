@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from minidp import world
+
 from .backends import group_timeout, is_timed, sends_from_cpu
 from .endings import call_once_at_exit, settle
 from .groups import ProcessGroup, default_group, group_name, group_ranks
-from .stores import group_store, has_store
-from .work import waiting
+from .stores import group_store, has_store, key_prefix
+from .work import in_time
 
 _CPU = torch.device("cpu")
-_side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_side_groups: world.PerProcess[
+    WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]]
+] = world.PerProcess(WeakKeyDictionary)
 # For each default group, the key of the last failure of some global ranks. After a
 # failure a process may join new ranks in another default group, and these know of no
 # failure.
@@ -52,19 +54,24 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """
     if not has_store(group):
         return group
-    made = _side_groups.setdefault(group, {})
+    made = _side_groups().setdefault(group, {})
     if purpose not in made:
         ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
-        store = group_store(group, f"side/{purpose}/{key}")
-        # Not new_group(), see `fresh_group` in `replacements`. The backend alone has
-        # all methods of a process group that are called here.
-        with waiting():  # until all ranks are connected
-            gloo: Any = dist.ProcessGroupGloo(
-                store, group.rank(), group.size(), group_timeout(group)
-            )
-        made[purpose] = gloo
+        place = f"side/{purpose}/{key}"
+
+        def connected() -> Any:
+            # Not new_group(), see `fresh_group` in `replacements`. The backend alone
+            # has all methods of a process group that are called here.
+            store, timeout = group_store(group, place), group_timeout(group)
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+        name = f"{key_prefix(group)}/{place}"
+        size = group.size()
+        made[purpose] = in_time(
+            lambda: world.connect(connected, name, size, is_listed=False)
+        )
         call_once_at_exit(settle)
     return made[purpose]
 
@@ -123,6 +130,7 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     # With the group's name, because other objects use equal keys on other groups.
     renewals[members] = f"{group_name(group)}/{key}"
     known = c10d._world.pg_group_ranks  # without groups that were destroyed
-    for other in list(_side_groups):
+    side_groups = _side_groups()
+    for other in list(side_groups):
         if other not in known or members.issuperset(known[other]):
-            _side_groups.pop(other, None)
+            side_groups.pop(other, None)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from inspect import Parameter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
@@ -24,6 +24,8 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
 from minidp import world
+
+Value = TypeVar("Value")
 
 
 class NoWork:
@@ -266,6 +268,48 @@ def wait_for(work: Work) -> Any:
     with waiting():
         waiter = current_deadline.waiter
         return work.wait() if waiter is None else waiter.wait(work)
+
+
+def in_time(function: Callable[[], Value], seconds: float | None = None) -> Value:
+    """Call a function that waits for other ranks, with a time limit.
+
+    To connect a group takes as long as the group's own timeout if a rank never comes,
+    and such a wait cannot be cut short. So a thread calls the function. When the limit
+    is over, the thread is left behind. Without a limit this one calls it.
+
+    Args:
+        function: What to call.
+        seconds: The limit. By default it is that of the moment, as for `wait_for`.
+
+    Raises:
+        TimeoutError: The limit is over.
+    """
+    if seconds is None and current_deadline.waiter is None:
+        with waiting():
+            return function()
+    future: Future[Value] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    world.thread(target=call, name="minidp connects", daemon=True).start()
+    work = _TimedFuture(future)
+    if seconds is not None:
+        with waiting():
+            if not work.is_done_within(seconds):
+                raise TimeoutError(f"it did not finish within {seconds:g} s")
+    value: Value = wait_for(work)
+    return value
+
+
+class _TimedFuture(FutureWork):
+    """A future for which a wait may have a limit, whatever the group's backend is."""
+
+    can_time_out = True
+    is_left_behind = False  # no group waits for it
 
 
 def then(

@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
 from minidp import comm
 from minidp.comm import Communicator, ProcessGroup
 from minidp.core import BucketState, Reducer
@@ -99,7 +101,7 @@ def agree_and_reset(
                 reducer.incomplete.note()
             comm.note_replaced(group)
             device = communicator.device if communicator.is_on_device else None
-            group = comm.fresh_group(group, key, device)
+            group = _fresh_group(communicator, key, device)
         else:
             queue.drain()
         comm.renew_side_groups(group, key)
@@ -117,6 +119,38 @@ def agree_and_reset(
     # Without a store ranks do not wait for each other: they may not gather, either.
     reducer.adopt(queue.configure(queue.config), in_shared_memory=bool(reports))
     return group, wrong
+
+
+def _fresh_group(
+    communicator: Communicator, key: str, device: torch.device | None
+) -> ProcessGroup:
+    """Return a group in place of the communicator's, when all ranks are connected.
+
+    Raises:
+        CollectiveError: A rank that has come to the reset does not connect.
+    """
+    seconds = _patience(communicator)
+    try:
+        return comm.fresh_group(communicator.group, key, device, seconds)
+    except TimeoutError as error:
+        raise CollectiveError(
+            explain(
+                communicator.rank,
+                f"reset() waited {seconds:.0f} s in vain for the connections of a new "
+                "process group.",
+                expected=f"all {communicator.size} ranks, which have called reset(), "
+                "to connect",
+                remedy="a dead rank cannot be reset: restart the job",
+            )
+        ) from error
+
+
+def _patience(communicator: Communicator) -> float:
+    """Return how many seconds to wait for the other ranks.
+
+    A peer may first have to run into the limit of a collective itself.
+    """
+    return 2 * communicator.seconds + PATIENCE_SECONDS
 
 
 def _abort(
@@ -177,8 +211,7 @@ def _exchange(
         not reducer.incomplete.is_noted and communicator.would_apply_lost()
     )
     mine = _Report(counts, is_lost, reducer.ledger.finalized, is_wrong, becomes_wrong)
-    # A peer may first have to run into the limit of a collective itself.
-    seconds = 2 * communicator.seconds + PATIENCE_SECONDS
+    seconds = _patience(communicator)
     ranks = range(group.size())
     try:
         store = comm.group_store(group, key)

@@ -235,12 +235,13 @@ class Shadow(JoinHook):
             for param, grad, values in self._own:
                 param.grad = grad if values is None else grad.copy_(values)
         mine = ddp.process_group.rank() if is_last_joiner else -1
-        rows = gather_integers([mine], ddp.process_group, ddp.join_device)
-        ddp._authoritative_rank = max(rank for (rank,) in rows)
-        ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
-        if ddp.forward_sync_buffers:
-            ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
-        copy_after_join(ddp, ddp._authoritative_rank)
+        with ddp._reducer.communicator.blocking("ending join()"):
+            rows = gather_integers([mine], ddp.process_group, ddp.join_device)
+            root = ddp._authoritative_rank = max(rank for (rank,) in rows)
+            ddp._replication.broadcast_parameters(ddp.module, root)
+            if ddp.forward_sync_buffers:
+                ddp._replication.broadcast_buffers(ddp.module, root)
+            copy_after_join(ddp, root)
         stop_joining(ddp)
 
     def _count_join(self) -> None:

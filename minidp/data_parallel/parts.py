@@ -71,7 +71,7 @@ def build(
     if policy is not None:
         policy.measure(queue, reducer.hooks)
     if kind != "copy":  # ranks may copy as they like: no key is equal on all
-        the_watchdog.start_heartbeat(reducer, key, is_alone=kind != verify.WRAPPED)
+        the_watchdog().start_heartbeat(reducer, key, is_alone=kind != verify.WRAPPED)
     replication = Replication(reducer, replica.module, ignored, key)
     replication.every = own.check_replicas_every
     replication.warns = own.unsynced == "warn"

@@ -163,8 +163,10 @@ class Replication:
         All ranks must call it together. Comparisons use a new name in the store, and
         forget checksums that are under way and differences that were seen.
         """
-        group_of_forwards(self._reducer.communicator.group)
-        connect_layers(module)
+        communicator = self._reducer.communicator
+        with communicator.watching("connecting the group of forwards"):
+            group_of_forwards(communicator.group)
+            connect_layers(module)
         if self.check is not None:
             self.check.name = f"replicas/{self.key_now()}"
             self.check.reset()

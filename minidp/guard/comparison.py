@@ -176,7 +176,7 @@ class Comparison:
         self._place, self._repeats = "", 0  # of the last comparison
         self._answered = ""  # the last question that `answer` has answered
         self._topics: list[str] = []  # of comparisons that all ranks came to
-        answerers.add(self)
+        answerers().add(self)
 
     @property
     def is_needed(self) -> bool:

@@ -31,9 +31,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from minidp import world
 from minidp.config import passing
 from minidp.console import warn
-from minidp.core import Ledger, Phase, PhaseMachine, Reducer
+from minidp.core import Ledger, Phase, PhaseMachine
 from minidp.errors import explain, shortened
 
 from .local_acts import LocalActs
@@ -95,7 +96,7 @@ class _Facts(NamedTuple):
 
 
 # By id of a parameter: the dead wrapper's facts, and the parameter's index there.
-orphans: dict[int, tuple[_Facts, int]] = {}
+orphans: world.PerProcess[dict[int, tuple[_Facts, int]]] = world.PerProcess(dict)
 
 
 def expect_death(
@@ -116,11 +117,12 @@ def expect_death(
     Returns:
         A function that cancels this, for a wrapper that is ended on purpose.
     """
-    reducer: Reducer = guard.reducer
-    for i in [i for i, (facts, k) in orphans.items() if facts.params[k]() is None]:
-        del orphans[i]
+    reducer, all_orphans = guard.reducer, orphans()
+    known = all_orphans.items()
+    for i in [i for i, (facts, k) in known if facts.params[k]() is None]:
+        del all_orphans[i]
     for param in reducer.params:
-        orphans.pop(id(param), None)
+        all_orphans.pop(id(param), None)
     if reducer.communicator.size == 1:
         return lambda: None
     facts = _Facts(
@@ -135,19 +137,19 @@ def expect_death(
         guard.acts,
         {},
     )
-    final = weakref.finalize(guard, _leave_behind, facts)
+    final = weakref.finalize(guard, _leave_behind, facts, all_orphans)
     final.atexit = False
     return final.detach
 
 
-def _leave_behind(facts: _Facts) -> None:
+def _leave_behind(facts: _Facts, all_orphans: dict[int, tuple[_Facts, int]]) -> None:
     for i, reference in enumerate(facts.params):
         if (param := reference()) is None:
             continue
         # Of two wrappers around it the one counts that trained.
-        other, k = orphans.get(id(param), (facts, i))
+        other, k = all_orphans.get(id(param), (facts, i))
         if facts.was_used or not other.was_used or other.params[k]() is not param:
-            orphans[id(param)] = facts, i
+            all_orphans[id(param)] = facts, i
             facts.note_average(i, param.grad)
 
 
@@ -166,15 +168,16 @@ def warn_of_orphans(
     left: dict[int, _Facts] = {}
     names: dict[int, list[str]] = {}
     found: list[nn.Parameter] = []
+    all_orphans = orphans()
     for group in optimizer.param_groups:
         params: list[nn.Parameter] = group["params"]
         for param in params:
-            if param.grad is None or id(param) not in orphans:
+            if param.grad is None or id(param) not in all_orphans:
                 continue
-            facts, i = orphans[id(param)]
+            facts, i = all_orphans[id(param)]
             if facts.is_average(i, param.grad):
                 continue
-            del orphans[id(param)]
+            del all_orphans[id(param)]
             if facts.params[i]() is not param or param.shape != facts.shapes[i]:
                 continue  # another tensor at this address; or it is sharded by now
             if not facts.has_group() or is_averaged(param):

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minidp import world
 from minidp.core import untraced, untraced_itself
 from minidp.trace import StepEvent
 
@@ -30,19 +31,21 @@ if TYPE_CHECKING:
 
     from .optimizer_guard import Guard
 
-_guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # by id
+_guards: world.PerProcess[WeakValueDictionary[int, Guard]] = world.PerProcess(
+    WeakValueDictionary  # by id
+)
 
 
 def add(guard: Guard) -> None:
     """Let a guard see every optimizer step from now on, until it dies or `remove`."""
-    _guards[id(guard)] = guard
+    _guards()[id(guard)] = guard
     with _lock:
         _install_hooks()
 
 
 def remove(guard: Guard) -> None:
     """Let a guard see no optimizer steps any more."""
-    _guards.pop(id(guard), None)
+    _guards().pop(id(guard), None)
 
 
 def live_guards() -> list[Guard]:
@@ -50,7 +53,7 @@ def live_guards() -> list[Guard]:
 
     Other threads may add and drop some meanwhile.
     """
-    references = _guards.valuerefs()  # a copy, made in one call to C
+    references = _guards().valuerefs()  # a copy, made in one call to C
     return [guard for each in references if (guard := each()) is not None]
 
 
@@ -89,7 +92,7 @@ def _guard_nothing_inherited() -> None:
     """
     for guard in live_guards():
         guard.retire()
-    dropped.orphans.clear()
+    dropped.orphans().clear()
 
 
 @untraced
@@ -132,7 +135,7 @@ def _before_step(
         None, or the step's arguments with a closure that lets the guards check the step
         after each call.
     """
-    if dropped.orphans:
+    if dropped.orphans():
         dropped.warn_of_orphans(optimizer, is_averaged)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):

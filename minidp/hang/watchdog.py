@@ -13,13 +13,11 @@ the process ends.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import threading
 import weakref
-from multiprocessing.util import Finalize
 
 from minidp import accelerator, world
 from minidp.comm import (
@@ -44,7 +42,7 @@ ABORT_SECONDS, POLL_SECONDS = 10.0, 0.01
 class Watchdog:
     """Serve all heartbeats of this process in one thread.
 
-    There is one object, `the_watchdog`. The first heartbeat starts its thread, which
+    There is one object, `the_watchdog()`. The first heartbeat starts its thread, which
     ends when no replica is left.
     """
 
@@ -90,9 +88,7 @@ class Watchdog:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
                 self._heartbeats, self._leaving, self._thread = [], [], None
-                atexit.register(self._leave_with_the_process)
-                # Most children of multiprocessing end without running atexit.
-                Finalize(None, self._leave_with_the_process, exitpriority=0)
+                world.at_exit(self._leave_with_the_process)
             self._heartbeats.append(heartbeat)
             if self._thread is None:
                 self._thread = world.thread(
@@ -225,4 +221,4 @@ class Watchdog:
             world.sleep(POLL_SECONDS)
 
 
-the_watchdog = Watchdog()
+the_watchdog = world.PerProcess(Watchdog)

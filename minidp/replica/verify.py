@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minidp import world
 from minidp.comm import (
     ProcessGroup,
     broadcast_coalesced,
@@ -38,7 +39,8 @@ GREETING = -1  # torch's DDP sends its number of parameters where this is expect
 # the attempt has to tell the old keys from the new ones.
 WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 _REJECTED = "rejected"
-_objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects so far
+# By a group's name and a kind of objects, how many of them there were so far.
+_objects: world.PerProcess[Counter[tuple[str, str]]] = world.PerProcess(Counter)
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
@@ -47,8 +49,9 @@ def next_key(group: ProcessGroup, kind: str) -> str:
     Each rank counts for itself, without communication. So the key is equal on all ranks
     that have made equally many such objects.
     """
-    _objects[group_name(group), kind] += 1
-    return f"{kind}/{_objects[group_name(group), kind]}"
+    objects = _objects()
+    objects[group_name(group), kind] += 1
+    return f"{kind}/{objects[group_name(group), kind]}"
 
 
 def start_equal(
@@ -127,10 +130,10 @@ def verify(
     buffer = json.dumps(text).encode()
     digest = int.from_bytes(hashlib.sha256(buffer).digest()[:8], "big", signed=True)
     device = exchange_device(group, device)
-    place = (group_name(group), "verified")
-    head = [digest, len(buffer), _objects[place] + 1, secrets.randbits(62)]
+    place, objects = (group_name(group), "verified"), _objects()
+    head = [digest, len(buffer), objects[place] + 1, secrets.randbits(62)]
     heads = gather_integers(head, group, device)
-    _objects[place] = max(number for _, _, number, _ in heads)
+    objects[place] = max(number for _, _, number, _ in heads)
     mark_group(group, heads[0][3])
     if rejected or any(each[:2] != heads[0][:2] for each in heads):
         lengths = [length for _, length, *_ in heads]
@@ -138,7 +141,7 @@ def verify(
         if not rejected:
             replicas = [json.loads(each) for each in texts]
             raise ReplicaMismatchError(_explain_difference(replicas, group.rank()))
-    return _objects[place]
+    return objects[place]
 
 
 def _explain_other_class(own_rank: int, torchs: Sequence[int]) -> str:

@@ -112,7 +112,7 @@ class _Forked:
         # No interpreter shutdown: process groups whose peers are gone may hang in it.
         # But the watchdog must not be cut off while it writes to the rendezvous file:
         # half a record there makes the other rank wait for the other half, for ever.
-        the_watchdog._leave_with_the_process()
+        the_watchdog()._leave_with_the_process()
         os._exit(code)
 
 

@@ -49,7 +49,7 @@ def sgd(net: nn.Module) -> Any:
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["at once", "evaluated", "in training", "in no_sync"])
 def test_training_without_the_wrapper_is_named_once(ctx, when):
-    dropped.orphans.clear()  # what other tests have left
+    dropped.orphans().clear()  # what other tests have left
     net = nn.Linear(3, 1)
     optimizer = sgd(net)
     ddp = wrapped(ctx, net)
@@ -69,7 +69,7 @@ def test_training_without_the_wrapper_is_named_once(ctx, when):
     )
     assert "Parameters: weight, bias. What to do: keep what DataParallel(net)" in text
     assert not step(net, optimizer)
-    assert not dropped.orphans
+    assert not dropped.orphans()
 
 
 def add_a_local_gradient(net):
@@ -96,7 +96,7 @@ WRITES = [add_a_local_gradient, write_to_the_averages, put_others_in_their_place
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("number", range(len(WRITES)), ids=[f.__name__ for f in WRITES])
 def test_averages_outlive_the_wrapper_until_somebody_writes(ctx, number, view):
-    dropped.orphans.clear()  # what other tests have left
+    dropped.orphans().clear()  # what other tests have left
     net = nn.Linear(3, 1)
     optimizer = sgd(net)
     ddp = wrapped(ctx, net, gradient_as_bucket_view=view)
@@ -107,11 +107,11 @@ def test_averages_outlive_the_wrapper_until_somebody_writes(ctx, number, view):
     del ddp
     gc.collect()
     assert [told(optimizer), told(optimizer)] == [[], []]
-    assert len(dropped.orphans) == 2
+    assert len(dropped.orphans()) == 2
     WRITES[number](net)
     (text,) = told(optimizer)
     assert "Parameters: weight, bias." in text
-    assert not dropped.orphans
+    assert not dropped.orphans()
     optimizer.zero_grad()
     assert all_die(*references)
 
@@ -307,15 +307,15 @@ def store_answers(*, at_once: bool) -> Iterator[None]:
 @on_ranks(2)
 @pytest.mark.parametrize("at_once", [True, False], ids=["store", "store that blocks"])
 def test_no_tensor_is_kept_alive(ctx, at_once):
-    dropped.orphans.clear()  # what other tests have left
+    dropped.orphans().clear()  # what other tests have left
     with store_answers(at_once=at_once):
         net = nn.Linear(3, 1)
         assert all_die(weakref.ref(wrapped(ctx, net)))
-        assert len(dropped.orphans) == 2
-        facts, _ = next(iter(dropped.orphans.values()))
+        assert len(dropped.orphans()) == 2
+        facts, _ = next(iter(dropped.orphans().values()))
         references = [weakref.ref(param) for param in net.parameters()]
         del net
         assert all_die(*references)
         assert all_die(weakref.ref(wrapped(ctx, nn.Linear(2, 1))))
-        assert all(others is not facts for others, _ in dropped.orphans.values())
-    dropped.orphans.clear()
+        assert all(others is not facts for others, _ in dropped.orphans().values())
+    dropped.orphans().clear()

@@ -204,7 +204,7 @@ def test_a_child_is_not_told_of_wrappers_that_die(ctx):
     net, gone = nn.Linear(3, 2), nn.Linear(3, 2)
     held = [wrapped(ctx, net)]
     wrapped(ctx, gone)  # is gone at once
-    assert dropped.orphans
+    assert dropped.orphans()
     in_child(drop, net, held)
     in_child(after, train_the_module, gone, None, None)
 

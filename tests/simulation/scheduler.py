@@ -1,0 +1,458 @@
+"""Let exactly one of many threads run, chosen by the tape at each seam.
+
+Ranks are threads of this process, because a backward calls its hooks from C++, in the
+thread that called it. Each thread has a baton, a lock that it waits for. Whoever runs
+decides at its next seam who runs then, and hands the baton over. So no two threads ever
+run at once, and all that happens follows from the tape.
+
+Messages are no threads: whoever is at a seam when the tape chooses a message delivers
+it, on behalf of the rank that gets it.
+
+The clock stands still while somebody can run, but for a few microseconds per seam. When
+everybody waits, it jumps to the next time at which somebody would wait no longer. If
+there is none, nobody will ever run again, which is a `Deadlock`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import CodeType
+from typing import Any, TypeVar
+
+from .tape import Tape
+
+SEAM_SECONDS = 2e-5  # how long a rank computes from one seam to the next
+JUMP_SECONDS = 1.0  # by which the clock may go on although somebody can run
+STUCK_SECONDS = 60.0  # of the real clock, until a thread that never comes to a seam
+MAX_SEAMS = 100_000  # of one run
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def of_the_system(function: Function) -> Function:
+    """Let a function look like a part of Python to whoever walks the stack.
+
+    A hang report says in which line of the user's code a rank waits. It must not find
+    the simulation there.
+    """
+    code: CodeType = function.__code__
+    function.__code__ = code.replace(co_filename="<simulation>")  # type: ignore[attr-defined]
+    return function
+
+
+class Death(BaseException):
+    """Ends the threads of a process that is no more. It is no Exception."""
+
+
+class Finding(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Deadlock(Finding):
+    """Nobody can run, and no wait will ever end."""
+
+
+class Life(Enum):
+    """What a simulated process can be."""
+
+    LIVES = "lives"
+    KILLED = "was killed"
+    ENDED = "has ended"
+
+
+class Style(Enum):
+    """How a run chooses who goes on.
+
+    Rare orders need a rank that is overtaken again and again. A uniform choice seldom
+    brings that; priorities that change at few places do (Burckhardt and others, "A
+    randomized scheduler with probabilistic guarantees of finding bugs", 2010).
+    """
+
+    GOES_ON = "whoever runs goes on, with rare exceptions"
+    UNIFORM = "anybody"
+    BY_PRIORITY = "the highest of random priorities, which change now and then"
+
+
+@dataclass(eq=False)
+class Process:
+    """One rank: its threads, and what it has of everything that a process has once."""
+
+    rank: int
+    life: Life = Life.LIVES
+    frozen_until: float = 0.0
+    num_seams: int = 0
+    clock_offset: float = 0.0
+    threads: list[Thread] = field(default_factory=list)
+    owned: dict[Any, Any] = field(default_factory=dict)
+    at_exit: list[Callable[[], object]] = field(default_factory=list)
+    torchs: Any = None  # its process groups, as torch knows them
+    # Called at each seam of this process: faults strike here.
+    on_seam: Callable[[Thread, str], None] | None = None
+
+
+class Thread:
+    """A thread of a simulated process, with the methods of `threading.Thread`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        process: Process,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        name: str = "thread",
+        daemon: bool = False,
+    ) -> None:
+        self.process, self.name, self.daemon = process, name, daemon
+        self.deadline: float | None = None  # of its wait, if it waits
+        self.slow_until = 0.0
+        self.waits = False
+        self.waits_for = ""
+        self.was_woken = False
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.priority = 0.0
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self._scheduler, self._target, self._args = scheduler, target, args
+        self._joiners: list[Thread] = []
+        self._thread = threading.Thread(
+            target=self._run, name=f"sim {name}", daemon=True
+        )
+
+    @property
+    def ident(self) -> int | None:
+        return self._thread.ident
+
+    def start(self) -> None:
+        """Let this thread run from now on, though not before the caller's next seam."""
+        self._scheduler.add(self)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return not self.is_over
+
+    @of_the_system
+    def join(self, timeout: float | None = None) -> None:
+        if not self.is_over:
+            self._scheduler.block(timeout, f"the end of {self.name}", self._joiners)
+
+    @of_the_system
+    def _run(self) -> None:
+        self.baton.acquire()
+        try:
+            if self.process.life is Life.LIVES:
+                self._target(*self._args)
+        except Death:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.is_over = True
+        self._scheduler.wake_all(self._joiners)
+        self._target, self._args = None, ()  # type: ignore[assignment]
+        self._scheduler.leave(self)
+
+    def end(self) -> None:
+        """Wait, on the real clock, for the end of a thread that is over."""
+        if self._thread.ident is not None:
+            self._thread.join(STUCK_SECONDS)
+
+
+@dataclass(eq=False)
+class Message:
+    """Something that happens to a process from outside, at ``time`` or later."""
+
+    process: Process
+    deliver: Callable[[], None]
+    what: str
+    time: float = 0.0
+
+
+class Scheduler:
+    """Runs the threads of all processes, one at a time.
+
+    Args:
+        tape: Makes the choices.
+        ranks: How many processes there are.
+    """
+
+    def __init__(self, tape: Tape, ranks: int) -> None:
+        self.tape = tape
+        self.time = 1000.0
+        self.processes = [Process(rank) for rank in range(ranks)]
+        self.threads: list[Thread] = []
+        self.messages: list[Message] = []
+        self.account: list[tuple[float, int, str, str]] = []
+        self.num_seams = 0
+        self.finding: BaseException | None = None
+        self.is_over = False
+        self.current: Thread = None  # type: ignore[assignment]
+        self._acting: Process | None = None
+        self._driver = threading.Lock()
+        self._driver.acquire()
+        self._style = [*Style][tape.choose(3)]
+        self._change_in = 0
+
+    # -- who runs ----------------------------------------------------------------------
+
+    @property
+    def process(self) -> Process | None:
+        """The process on whose behalf something happens now, or None outside."""
+        if self._acting is not None:
+            return self._acting
+        if self.current is None or self.is_over:
+            return None
+        return self.current.process
+
+    def note(self, text: str) -> None:
+        """Add a line to the account of who did what, and when."""
+        if self.is_over or self.current is None:
+            return
+        process = self.process
+        assert process is not None
+        where = "message" if self._acting else self.current.name
+        self.account.append((self.time, process.rank, where, text))
+
+    def add(self, thread: Thread) -> None:
+        thread.process.threads.append(thread)
+        self.threads.append(thread)
+        if self._style is Style.BY_PRIORITY:
+            thread.priority = 1.0 + self.tape.choose(1000)
+
+    def run(self) -> None:
+        """Run all threads to their ends, and raise what was found."""
+        self._hand_over(self._next(None))
+        if not self._driver.acquire(timeout=10 * STUCK_SECONDS):
+            raise Finding("the simulation itself hangs")
+        self.is_over = True
+        for each in self.threads:
+            each.end()
+        if self.finding is not None:
+            raise self.finding
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    @of_the_system
+    def turn(self, what: str) -> None:
+        """Let the tape decide who goes on; the caller can go on at once.
+
+        Args:
+            what: What the caller is about to do, for the account.
+        """
+        if self._acting is not None or self.is_over:
+            return  # whoever delivers a message does so in one go
+        me = self.current
+        self._arrive(me, what)
+        self._switch(me)
+
+    @of_the_system
+    def block(
+        self, seconds: float | None, what: str, waiters: list[Thread] | None = None
+    ) -> bool:
+        """Let others run until somebody wakes the caller, or its time is over.
+
+        Args:
+            seconds: How long to wait at most.
+            what: What the caller waits for.
+            waiters: Has the caller while it waits, for those who wake it.
+
+        Returns:
+            Whether it was woken.
+        """
+        if self._acting is not None:
+            raise Finding(f"a callback of a message waits for {what}")
+        me = self.current
+        self._arrive(me, f"waits for {what}")
+        me.waits, me.was_woken, me.waits_for = True, False, what
+        me.deadline = None if seconds is None else self.time + max(0.0, seconds)
+        if waiters is not None:
+            waiters.append(me)
+        try:
+            self._switch(me)
+        finally:
+            if waiters is not None and me in waiters:
+                waiters.remove(me)
+        return me.was_woken
+
+    def wake_all(self, waiters: list[Thread]) -> None:
+        for each in waiters:
+            self.wake(each)
+        waiters.clear()
+
+    def wake(self, thread: Thread) -> None:
+        if thread.waits:
+            thread.waits, thread.was_woken, thread.deadline = False, True, None
+
+    def leave(self, thread: Thread) -> None:
+        """End a thread, and hand the baton over for good."""
+        if thread.error is not None and self.finding is None:
+            if isinstance(thread.error, Finding):
+                self.finding = thread.error
+            elif not isinstance(thread.error, (KeyboardInterrupt, SystemExit)):
+                text = "".join(traceback.format_exception(thread.error))
+                self.finding = Finding(
+                    f"a thread of rank {thread.process.rank} raised\n{text}"
+                )
+            self.abandon()
+        following = self._next(None)
+        if following is None:
+            self._driver.release()
+        else:
+            self._hand_over(following)
+
+    def abandon(self) -> None:
+        """End all processes, because something was found."""
+        for each in self.processes:
+            self.end(each, Life.KILLED)
+
+    def end(self, process: Process, life: Life) -> None:
+        """End a process: its threads get a `Death` wherever they are."""
+        if process.life is Life.LIVES:
+            process.life = life
+        process.frozen_until = 0.0
+        for each in process.threads:
+            each.waits, each.deadline, each.slow_until = False, None, 0.0
+        self.messages = [each for each in self.messages if each.process is not process]
+
+    # -- inside ------------------------------------------------------------------------
+
+    @of_the_system
+    def _arrive(self, me: Thread, what: str) -> None:
+        process = me.process
+        if process.life is not Life.LIVES:
+            raise Death
+        self.num_seams += 1
+        process.num_seams += 1
+        if self.num_seams > MAX_SEAMS:
+            self.finding = self.finding or Finding(f"no end after {MAX_SEAMS} seams")
+            self.abandon()
+            raise Death
+        self.time += SEAM_SECONDS
+        self.account.append((self.time, process.rank, me.name, what))
+        if process.on_seam is not None:
+            process.on_seam(me, what)
+            if process.life is not Life.LIVES:
+                raise Death
+
+    @of_the_system
+    def _switch(self, me: Thread) -> None:
+        following = self._next(me)
+        if following is None:  # a deadlock: all are dead now
+            following = me
+        if following is not me:
+            self._hand_over(following)
+            if not me.baton.acquire(timeout=STUCK_SECONDS * 5):
+                raise Finding("another thread never came to a seam")
+        if me.process.life is not Life.LIVES:
+            raise Death
+
+    def _hand_over(self, thread: Thread | None) -> None:
+        if thread is None:
+            self._driver.release()
+            return
+        self.current = thread
+        thread.baton.release()
+
+    def _next(self, me: Thread | None) -> Thread | None:
+        """Return the thread to run now; deliver messages that come before.
+
+        It is None when all threads are over, or dead after a deadlock.
+        """
+        while True:
+            can_run, arrived, later = self._possible()
+            if not can_run and not arrived:
+                if later < math.inf:
+                    self.time = later
+                elif not self._find_deadlock():
+                    return None
+                continue
+            is_soon = later - self.time < JUMP_SECONDS
+            if is_soon and self._style is not Style.GOES_ON and self.tape.is_rare(200):
+                self.time = later  # all who could run are slow
+                continue
+            chosen = self._choose(me, can_run, arrived)
+            if isinstance(chosen, Thread):
+                chosen.waits, chosen.deadline = False, None
+                self.current = chosen
+                return chosen
+            self.messages.remove(chosen)
+            self._deliver(chosen)
+
+    def _possible(self) -> tuple[list[Thread], list[Message], float]:
+        """Return who can run, what can arrive, and when something else can happen."""
+        time, later = self.time, math.inf
+        can_run, arrived = [], []
+        for each in self.threads:
+            if each.is_over or (each.waits and each.deadline is None):
+                continue
+            until = max(each.process.frozen_until, each.slow_until)
+            if each.deadline is not None:
+                until = max(until, each.deadline)
+            if until <= time:
+                can_run.append(each)
+            else:
+                later = min(later, until)
+        for message in self.messages:
+            until = max(message.time, message.process.frozen_until)
+            if until <= time:
+                arrived.append(message)
+            else:
+                later = min(later, until)
+        return can_run, arrived, later
+
+    def _choose(
+        self, me: Thread | None, can_run: list[Thread], arrived: list[Message]
+    ) -> Thread | Message:
+        if me in can_run:
+            can_run.remove(me)
+            can_run.insert(0, me)
+        everybody: list[Thread | Message] = [*can_run, *arrived]
+        if len(everybody) == 1:
+            return everybody[0]
+        if self._style is Style.GOES_ON and not self.tape.is_rare(20):
+            return everybody[0]
+        if self._style is Style.BY_PRIORITY:
+            return self._first(can_run, arrived)
+        return everybody[self.tape.choose(len(everybody))]
+
+    def _first(self, can_run: list[Thread], arrived: list[Message]) -> Thread | Message:
+        if not can_run or (arrived and self.tape.is_rare(4)):
+            return arrived[self.tape.choose(len(arrived))]
+        first = max(can_run, key=lambda each: each.priority)
+        self._change_in -= 1
+        if self._change_in <= 0:
+            first.priority = -float(self.num_seams)
+            self._change_in = 1 + self.tape.choose(60)
+        return first
+
+    def _deliver(self, message: Message) -> None:
+        self._acting = message.process
+        try:
+            self.note(message.what)
+            message.deliver()
+        except Finding as finding:
+            self.finding = self.finding or finding
+            self._acting = None
+            self.abandon()
+        finally:
+            self._acting = None
+
+    def _find_deadlock(self) -> bool:
+        """Note a deadlock, and end everybody. Return whether anybody was left."""
+        left = [each for each in self.threads if not each.is_over]
+        if not left:
+            return False
+        if any(each.process.life is Life.LIVES for each in left):
+            lines = [
+                f"rank {each.process.rank}, {each.name}: {each.waits_for}"
+                for each in left
+            ]
+            self.finding = self.finding or Deadlock(
+                "\n".join(["nobody can run", *lines])
+            )
+        self.abandon()
+        return True

@@ -1,0 +1,169 @@
+"""Simulated ranks: some hundreds of runs by seed, and what the simulation promises."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d as c10d
+
+from minidp import world
+
+from .faults import Fault, Kind
+from .mutants import MUTANTS, changed
+from .play import Play, Rank
+from .scenarios import SCENARIOS
+from .scheduler import Deadlock, Finding
+from .tape import Tape
+
+# How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
+RUNS = {
+    "train": 60,
+    "faults": 120,
+    "reset": 12,
+    "join": 30,
+    "legal": 40,
+    "mistake": 40,
+    "leave_out": 10,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> Iterator[None]:
+    """Let `reset`, which looks at all objects of a process, find few of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for scenario in SCENARIOS.values():  # whatever is imported late
+        scenario.prepare(Tape(row=())).run()
+    gc.collect()
+    gc.freeze()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_every_scenario_is_played():
+    assert RUNS.keys() == SCENARIOS.keys()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_found(name: str) -> None:
+    struck = 0
+    for seed in range(RUNS[name]):
+        try:
+            play = SCENARIOS[name].play(Tape(seed))
+        except Finding as finding:
+            told = finding.play.tell(40)  # type: ignore[attr-defined]
+            pytest.fail(
+                f"python -m tests.simulation {name} --seed {seed}\n{told}\n{finding}"
+            )
+        struck += play.fault.has_struck
+    if Kind.DIES in SCENARIOS[name].kinds:
+        assert struck > RUNS[name] / 4
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=200))
+def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
+    SCENARIOS["faults"].play(Tape(row=row))
+
+
+@pytest.mark.parametrize("name", ["faults", "reset"])
+def test_a_seed_is_a_run(name: str) -> None:
+    for seed in range(6):
+        first = SCENARIOS[name].play(Tape(seed))
+        again = SCENARIOS[name].play(Tape(seed))
+        by_row = SCENARIOS[name].play(Tape(row=first.tape.made))
+        assert first.tell() == again.tell()
+        assert first.tell() == by_row.tell()
+
+
+def test_nothing_is_left() -> None:
+    threads, torchs, here = threading.active_count(), c10d._world, world._world
+    for seed in range(10):
+        SCENARIOS["faults"].play(Tape(seed))
+    assert threading.active_count() == threads
+    assert c10d._world is torchs
+    assert world._world is here
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", [Kind.DIES, Kind.DIES_SILENTLY, Kind.INTERRUPTED])
+@pytest.mark.parametrize("name", ["train", "join"])
+def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
+    """At every third seam: of the constructor, of a step, of the end of `join`."""
+    scenario = SCENARIOS[name]
+    plan = scenario.draw(Tape(row=()))
+    for at in itertools.count(0, 3):
+        fault = Fault(kind, rank=1, at=at)
+        play = Play(scenario.script, Tape(seed=at), 2, plan, fault=fault)
+        play.run()
+        scenario.check(play)
+        if not fault.has_struck:
+            break
+    assert at > 60
+
+
+# ---------------------------------------------- what the simulation itself can find
+
+
+def found_in(script: Any, tape: Tape | None = None) -> str:
+    play = Play(script, tape or Tape(row=()), ranks=2)
+    with pytest.raises(Finding) as caught:
+        play.run()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_wait_that_nobody_ends_is_a_deadlock():
+    def script(ctx: Rank) -> None:
+        if ctx.rank == 1:
+            world.event().wait()
+
+    assert "rank 1, main: an event" in found_in(script)
+    assert issubclass(Deadlock, Finding)
+
+
+def test_a_write_to_a_tensor_in_flight_is_found():
+    def script(_ctx: Rank) -> None:
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor.add_(1)
+        assert work is not None
+        work.wait()
+
+    assert "wrote to a tensor of allreduce 0" in found_in(script)
+
+
+def test_collectives_that_do_not_belong_together_are_found():
+    def script(ctx: Rank) -> None:
+        dist.all_reduce(torch.ones(3 + ctx.rank))
+
+    assert "is matched with" in found_in(script)
+
+
+def test_an_error_of_a_thread_is_found():
+    def script(_ctx: Rank) -> None:
+        thread = world.thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+
+    assert "ZeroDivisionError" in found_in(script)
+
+
+def test_a_wait_takes_no_time():
+    play = Play(lambda ctx: ctx.sleep(3600.0), Tape(row=()), ranks=2)
+    play.run()
+    assert play.scheduler.time > 3600
+    assert play.scheduler.num_seams < 10
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
+def test_mutants_are_up_to_date(mutant: Any) -> None:
+    assert changed(mutant)
