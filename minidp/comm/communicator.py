@@ -654,6 +654,9 @@ class Communicator:
         _answer_questions()
         while not is_done_within(work, SLICE_SECONDS):
             _answer_questions()
+            if self.lost:  # the watchdog has given up what this rank needs, too
+                keep_for_good(self.group, [work])
+                self.check()
             lost = self.peers.find_lost(self._awaited)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"

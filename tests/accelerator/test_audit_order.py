@@ -500,7 +500,8 @@ def test_a_recorder_has_the_times_of_the_device(ctx):
         ddp(x).sum().backward()
         is_let_go = time.perf_counter_ns()
     events = recorder.events()
-    assert {event.moment for event in events} == {*minidp.Moment}
+    of_values = {each for each in minidp.Moment if each.name.startswith("VALUES_")}
+    assert {event.moment for event in events} == {*minidp.Moment} - of_values
     assert all(event.time_ns > is_let_go for event in events)
     done = next(e for e in events if e.moment is minidp.Moment.DONE)
     launched = next(e for e in events if e.moment is minidp.Moment.LAUNCHED)
