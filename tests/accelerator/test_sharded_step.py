@@ -316,13 +316,16 @@ def waits_of_plain_loop(run, name, **options):
 
 
 @on_ranks(2)
-def test_a_scaler_costs_what_torch_costs(ctx):
+def test_a_scaler_costs_no_more_waits_of_the_host(ctx):
     waits = []
     for divides in (True, False):
         run = Run(ctx, DataParallel, "sim")
         result_of(run, partial(scaled, divides=divides))
         waits.append(run.costs.host_waits)
-    assert waits[0] == waits[1]
+    divided, plain = waits
+    # The plain loop looks whether skipped steps are skipped on all ranks.
+    assert len(divided) <= len(plain)
+    assert {*divided} <= {*plain}
 
 
 @on_ranks(2)
