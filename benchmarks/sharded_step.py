@@ -121,7 +121,6 @@ class Found(NamedTuple):
 
     times: Times  # seconds of a step, by round, on the slowest rank
     state: int  # bytes on the rank that has most
-    peak: int  # bytes beyond the weights, likewise
     wrong: int
 
 
@@ -183,7 +182,12 @@ def _most(value: float) -> torch.Tensor:
 
 
 def _peaks(cell: str, *, smoke: bool) -> dict[str, int]:
-    """Return the peak of memory beyond the weights of each implementation."""
+    """Return the peak of memory beyond the weights of each implementation.
+
+    It needs processes of its own, whose C library gives back what is freed.
+    """
+    if cell == "link":
+        os.environ["MINIDP_SHARED_MEMORY"] = "0"
     found = {}
     # The first one is measured twice: what torch and Gloo keep for good is there then.
     for name in (TORCH, *CELLS[cell]):
@@ -207,7 +211,6 @@ def _measure(
     if cell == "link":
         os.environ["MINIDP_SHARED_MEMORY"] = "0"
     names = CELLS[cell]
-    peaks = _peaks(cell, smoke=smoke)
     made: dict[str, Made] = {}
     nets: dict[str, Net] = {}
     for name in names:
@@ -238,7 +241,7 @@ def _measure(
         pairs = zip(nets[name].parameters(), weights, strict=True)
         wrong = sum(int((p != w).sum()) for p, w in pairs)
         state = _state_bytes(made[name][1])
-        found[name] = Found(np.array(times[name]), state, peaks[name], wrong)
+        found[name] = Found(np.array(times[name]), state, wrong)
     bounds = None
     if watcher is not None:
         each_round = watcher.result().reshape(-1, STEPS)[WARM_UP:]
@@ -250,6 +253,7 @@ def _report(
     cell: str,
     title: str,
     found: dict[str, Found],
+    peaks: dict[str, int],
     bounds: Times | None,
     report: Report,
 ) -> None:
@@ -265,7 +269,7 @@ def _report(
                 f"{low:.1f}-{high:.1f}",
                 str(_ratio(found, name, TORCH)),
                 f"{each.state / MIB:.1f}",
-                f"{each.peak / MIB:.1f}",
+                f"{peaks[name] / MIB:.1f}",
                 str(each.wrong),
             ]
         )
@@ -320,9 +324,14 @@ def main() -> int:
             args.seconds,
             link=link,
         )
-        _report(cell, title, found, bounds, report)
+        peaks = run_ranks(partial(_peaks, smoke=args.smoke), 2, cell, link=link)
+        _report(cell, title, found, peaks, bounds, report)
         results[cell] = {
-            name: {"seconds": each.times.tolist(), "state": each.state}
+            name: {
+                "seconds": each.times.tolist(),
+                "state": each.state,
+                "peak": peaks[name],
+            }
             for name, each in found.items()
         }
     return report.finish(f"sharded_step_cpu_{native_word()}", {"results": results})
