@@ -183,7 +183,7 @@ def sharded_optimizer_state(  # noqa: D417 -- self: a method
         optimizer: The optimizer.
 
     Returns:
-        An object with ``state_dict()`` and ``load_state_dict()``, which DCP calls.
+        An object of the protocol ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Raises:
         ShardedStepError: The optimizer has a parameter that is not in the module.

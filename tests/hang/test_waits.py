@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.futures import Future
 
 from minidp import CollectiveError, CommHookError, GradientError, accelerator
@@ -187,6 +188,9 @@ def on_device(make, monkeypatch):
     monkeypatch.setattr(accelerator, "on_side_stream", lambda _: nullcontext())
 
 
+DEVICE = torch.device("cuda", 0)
+
+
 def running():
     future = Future()
     future.set_result(None)  # of a device: done at launch
@@ -207,7 +211,7 @@ def test_what_hangs_on_a_device(make, on_device, monkeypatch, caplog, goes_on):
     heartbeat = SimpleNamespace(communicator=communicator, rank=1)
     watchdog = Watchdog()
     with communicator.watching("launching the all-reduce", 4):
-        communicator.note_started(running())
+        communicator.note_started(running(), DEVICE)
     assert communicator.started == 1
     communicator.note_step()
     watchdog._give_up_what_hangs(heartbeat)
@@ -237,7 +241,7 @@ def test_what_hangs_on_a_device(make, on_device, monkeypatch, caplog, goes_on):
 def test_what_ends_while_others_are_asked_is_not_given_up(make, on_device):
     communicator = make(0.2)
     work = running()
-    communicator.note_started(work)
+    communicator.note_started(work, DEVICE)
     late = communicator._on_device[0]
     work.is_completed = lambda: True
     assert not communicator.lose("why", late)
@@ -264,8 +268,8 @@ def test_two_threads_may_look_at_what_a_device_does(make, on_device):
         return True
 
     done, hangs = running(), running()
-    communicator.note_started(done)
-    communicator.note_started(hangs)
+    communicator.note_started(done, DEVICE)
+    communicator.note_started(hangs, DEVICE)
     done.is_completed = is_completed
     late = communicator.find_late_on_device()
     others[0].join()

@@ -18,7 +18,7 @@ from minidp.errors import ReducerFailedError
 class Two:
     """What `ItemCounts` asks a communicator: this is one rank of two."""
 
-    size, rank = 2, 1
+    size, rank, device = 2, 1, torch.device("cpu")
 
 
 def row_of(kind: Any, *, is_stale: bool) -> list[float]:
