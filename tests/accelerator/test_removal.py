@@ -50,6 +50,7 @@ NOT_TRIED = {
     "comm/collectives.py GatheredExchange.": "groups written in Python, on the CPU",
     "comm/work.py PythonWork.": "groups written in Python, on the CPU",
     "comm/work.py FutureWork.is_done_within": "a wait of the host, with a limit",
+    "comm/work.py in_time": "the connection of a group, for which the host waits",
     "comm/communicator.py Communicator.wait work.wait": "waits of the CPU's groups",
     "comm/communicator.py Communicator._wait_long": "waits of the CPU's groups",
     "comm/communicator.py InFlight.ask_the_device": "an aborted group: test_faults",
