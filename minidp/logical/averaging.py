@@ -314,10 +314,10 @@ class StreamSum:
             filled.hold_back()
             accelerator.use_here(*slices.pieces)
             arrived, work = slices.exchange()
-            comm.wait_for(work)
+            work.wait()  # the stream does. The watchdog is told of the sum instead
             rows, last = slices.gather(slices.add_up(arrived), slices.group)
             self.get_future = last.get_future
-            comm.wait_for(last)
+            last.wait()
             slices.put_together(rows)
             self._end = accelerator.After(device)
 

@@ -328,8 +328,8 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         ),
         "StreamSum.__init__ filled.hold_back": SUMS,
         "StreamSum.__init__ accelerator.use_here": SUMS,
-        "StreamSum.__init__ comm.wait_for": SUMS,
-        "StreamSum.__init__ comm.wait_for (2)": SUMS,
+        "StreamSum.__init__ work.wait": SUMS,
+        "StreamSum.__init__ last.wait": SUMS,
         "StreamSum.wait self._end.hold_back": SUMS,
     },
     "logical/partial_sums.py": {

@@ -163,14 +163,20 @@ SCENARIOS = {
 }
 
 
+def bits_of_the_cpu(ctx, scenario, way):
+    """Run a scenario on the device, check its bits, and return them."""
+    expected = result_of(Run(ctx, DataParallel, "cpu"), scenario)
+    found = result_of(Run(ctx, DataParallel, "sim", way), scenario)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    return found
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_bits_are_those_of_the_cpu(ctx, name, way):
-    expected = result_of(Run(ctx, DataParallel, "cpu"), SCENARIOS[name])
-    found = result_of(Run(ctx, DataParallel, "sim", way), SCENARIOS[name])
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+    bits_of_the_cpu(ctx, SCENARIOS[name], way)
 
 
 def capturable(run, *, divides=True):
@@ -284,10 +290,7 @@ SCALED = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_scaler_skips_on_all_ranks(ctx, name, way):
-    expected = result_of(Run(ctx, DataParallel, "cpu"), SCALED[name])
-    found = result_of(Run(ctx, DataParallel, "sim", way), SCALED[name])
-    assert len(expected) == len(found)
-    assert all(map(torch.equal, expected, found))
+    found = bits_of_the_cpu(ctx, SCALED[name], way)
     assert [int(scale) for scale in found[:6]] == [256, 128, 128, 128, 64, 64]
 
 

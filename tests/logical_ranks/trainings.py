@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,45 @@ from torch import nn
 from minidp import DataParallel
 
 STEPS = 4
-SMALL = {"bucket_cap_mb": 2 / 1024}  # several buckets
+SMALL: dict[str, Any] = {}  # options of all trainings, which a test may add
 Scenario = Callable[[Any, int], list[torch.Tensor]]  # of a context, logical ranks
 
 
+@dataclass(frozen=True)
+class World:
+    """What all trainings of this process are made of: `in_world` has another one."""
+
+    seed: int = 0  # of weights and samples
+    rows: int = 5  # of a batch
+    width: int = 30
+    bucket_kib: float = 2  # several buckets
+
+
+world = World()
+
+
+def in_world(ctx: Any, number: int, scenario: Scenario, made_of: World) -> Any:
+    """Run a training with other weights, samples and buckets."""
+    global world
+    world = made_of
+    try:
+        return scenario(ctx, number)
+    finally:
+        world = World()
+
+
 def batch(step: int, leaf: int, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + leaf)
-    return torch.randn(shape or (5, 12), generator=generator)
+    seed = 1000 * (step + 1000 * world.seed) + leaf
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (world.rows, 12), generator=generator)
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.manual_seed(world.seed)
+    n = world.width
     return nn.Sequential(
-        *(nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(0.3)),
-        *(nn.Linear(30, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 3)),
+        *(nn.Linear(12, n), nn.BatchNorm1d(n), nn.ReLU(), nn.Dropout(0.3)),
+        *(nn.Linear(n, n), nn.Tanh(), nn.LayerNorm(n), nn.Linear(n, 3)),
     )
 
 
@@ -36,7 +62,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(world.seed)
         self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 2)
         self.sides = nn.ModuleList(nn.Linear(12, 12) for _ in "ab")
         self.never = nn.Linear(2, 2)
@@ -67,8 +93,9 @@ class Codes(nn.Module):
 
 def wrapped(ctx: Any, module: nn.Module, number: Any, **options: Any) -> DataParallel:
     torch.manual_seed(3 if ctx.rank == 0 else 3 + random.randrange(99))
+    small = {**SMALL, "bucket_cap_mb": world.bucket_kib / 1024}
     return DataParallel(
-        module, process_group=ctx.group, logical_ranks=number, **{**SMALL, **options}
+        module, process_group=ctx.group, logical_ranks=number, **{**small, **options}
     )
 
 
