@@ -11,10 +11,8 @@ import gc
 import time
 import traceback
 
-import torch
-
 from .play import Play
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, warm_up
 from .scheduler import Finding
 from .tape import Tape
 
@@ -32,11 +30,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="go on after a finding")
     parser.add_argument("--seconds", type=float, default=1e9)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    for scenario in SCENARIOS.values():  # whatever is imported late
-        scenario.prepare(Tape(row=())).run()
-    gc.collect()
-    gc.freeze()
+    warm_up()
     names = given.scenarios or [*SCENARIOS]
     if given.seed is not None:
         return int(max(_tell(name, given.seed) for name in names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -404,3 +405,12 @@ SCENARIOS: dict[str, Scenario] = {
     "mistake": Scenario(train_oddly, draw_mistake, check_mistake, kinds=_SLOW),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
+
+
+def warm_up() -> None:
+    """Import what runs import late, and let `reset` find few objects to look at."""
+    torch.set_num_threads(1)
+    for scenario in SCENARIOS.values():
+        scenario.prepare(Tape(row=())).run()
+    gc.collect()
+    gc.freeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from minidp import world
 from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, warm_up
 from .scheduler import Deadlock, Finding
 from .tape import Tape
 
@@ -40,11 +39,7 @@ RUNS = {
 def _few_objects() -> Iterator[None]:
     """Let `reset`, which looks at all objects of a process, find few of them."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for scenario in SCENARIOS.values():  # whatever is imported late
-        scenario.prepare(Tape(row=())).run()
-    gc.collect()
-    gc.freeze()
+    warm_up()
     yield
     torch.set_num_threads(threads)
 
