@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank forgets all but its last logical rank",
-        "self._partial.add_to_bucket(plan, views)",
+        "self.partial.add_to_bucket(plan, views)",
         "None",
         first="logical_ranks",
     ),

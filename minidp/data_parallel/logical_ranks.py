@@ -16,6 +16,7 @@ from minidp.core import without_user_modes
 from minidp.errors import LogicalRankError, UnavailableError, explain
 from minidp.logical import Audit, AuditOptions, LogicalRanks, conditions
 
+from . import sharded_step
 from .sync_gradients import failing
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
 
     def sync_buffers(*, before_loop: bool) -> Mapping[str, Tensor]:
         replication: Replication = wrapper._replication
+        if before_loop:
+            sharded_step.before_loop(wrapper)
         replication.collect(wrapper.module)
         if wrapper.forward_sync_buffers and replication.buffers:
             with (

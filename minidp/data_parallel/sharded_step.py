@@ -122,6 +122,8 @@ def sharded_step(  # noqa: D417 -- self: a method
         scales=scales,
         awaits_values=overlap_param_gather and not _has_script(self),
     )
+    if self._logical is not None:
+        self._sharded.refuse_in_loop = self._logical.refuse_early
     self.register_forward_pre_hook(_before_forward)
     for optimizer in optimizers:
         self._guard.leave_to_others(optimizer)
@@ -215,6 +217,16 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
             _let_gradients_move(ddp, sharded)
 
 
+def before_loop(ddp: DataParallel) -> None:
+    """Tell other ranks that no step has come, before a loop over logical ranks.
+
+    The loop may broadcast module buffers, for which it would wait in vain. And what it
+    writes to shared memory nobody may still read from the last backward.
+    """
+    if ddp._sharded is not None:
+        ddp._sharded.before_forward(waits=True)
+
+
 def _has_script(ddp: DataParallel) -> bool:
     # TorchScript reads parameters without calling anything of Python.
     is_script = [isinstance(m, torch.jit.ScriptModule) for m in ddp.module.modules()]
@@ -277,7 +289,7 @@ def _obstacle(ddp: DataParallel) -> str:
     queue = reducer.queue
     obstacles = {
         "a second call of sharded_step": ddp._sharded is not None,
-        "logical_ranks": ddp._logical is not None,
+        "audit_every": ddp._logical is not None and ddp._logical.audit is not None,
         "minidp.torchft": type(ddp).__module__.startswith("minidp.torchft"),
         "a comm hook": queue.averaging.comm_hook is not None,
         'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",

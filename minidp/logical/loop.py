@@ -437,11 +437,22 @@ class LogicalRanks(Observer):
         Raises:
             LogicalRankError: They are not.
         """
+        self.refuse_early("An optimizer steps")
+
+    def refuse_early(self, what: str) -> None:
+        """Refuse what needs averages before all logical ranks are done.
+
+        Args:
+            what: What is done, as in "An optimizer steps".
+
+        Raises:
+            LogicalRankError: They are not.
+        """
         if self._open is not None:
             self._fail(
-                f"An optimizer steps in logical rank {self._open.now}, before the loop "
+                f"{what} in logical rank {self._open.now}, before the loop "
                 f"over logical ranks {self.block[0]} to {self.block[-1]} has ended.",
-                "step after the loop; and let it go through all of "
+                "clip and step after the loop; and let it go through all of "
                 "each_logical_rank(), which comes first in a zip()",
             )
 

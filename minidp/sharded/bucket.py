@@ -69,9 +69,13 @@ class ShardedBucket(DenseBucket):
         owners: Who owns which parameter.
         plan: The slots, sorted by owner.
         more: The other arguments of `DenseBucket`.
+        adds_sums: Whether this rank adds something to a full bucket (`complete` of
+            `Averaging`), so that all gradients must be there.
     """
 
-    def __init__(self, owners: Owners, plan: BucketPlan, *more: Any) -> None:
+    def __init__(
+        self, owners: Owners, plan: BucketPlan, *more: Any, adds_sums: bool = False
+    ) -> None:
         super().__init__(plan, *more)
         self._owners = owners
         self._given: Room | None = None  # views of shared memory, made when needed
@@ -82,7 +86,10 @@ class ShardedBucket(DenseBucket):
         # Whether the extension leaves own gradients in ``.grad`` until they are summed,
         # and frees each one of others as soon as it is in shared memory.
         self._is_divided = (
-            self.native is not None and self.shared is not None and not self._as_view
+            self.native is not None
+            and self.shared is not None
+            and not self._as_view
+            and not adds_sums
         )
         if self._is_divided and self.native is not None:
             self.native.divide(self.own.start, self.own.stop)

@@ -35,7 +35,6 @@ from minidp.guard import is_nested
 from minidp.replica import digest_of
 
 from .agreement import Act, Agreement, Intent, Problem
-from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
 from .checkpoint import hook_state, leave_share, mark_copies, refuse_copy
 from .known import is_known
@@ -44,6 +43,7 @@ from .overflows import Overflows
 from .owners import Owners
 from .returns import Returns
 from .shares import Shares
+from .tree_averaging import averaging_for
 
 # Of each owner so many of its smallest parameters are compared, and their first rows,
 # if no step follows a backward.
@@ -100,24 +100,28 @@ class ShardedStep(Observer):
         self._is_reduced = False  # averages have come, and no rank has used them yet
         self._tasks: Collection[int] = ()  # of the last local backward
         self._is_open = False  # all ranks have agreed, and values are not back yet
+        # Raises if this rank has not done all of its logical ranks; told what it does.
+        self.refuse_in_loop: Callable[[str], None] = _do_nothing
         self._alive = weakref.ref(reducer)
         self._ids = {id(param): i for i, param in enumerate(reducer.params)}
-        queue.averaging = ShardedAveraging(
+        queue.averaging = averaging_for(
             queue.averaging,
             owners,
             reducer.communicator,
             batched=queue.config.batched_grad_copy,
         )
         queue.arrange = owners.arranged
+        has_leaves = queue.averaging.leaves is not None
 
         def make_bucket(*arguments: Any) -> ShardedBucket:
-            return ShardedBucket(owners, *arguments)
+            return ShardedBucket(owners, *arguments, adds_sums=has_leaves)
 
         queue.dense_bucket = make_bucket
         queue.exchanges += [self._agreement.exchange, *self._norms.exchanges]
         if self._overflows is not None:
             queue.exchanges += self._overflows.exchanges
-        queue.observers.append(self)
+        # First, because logical ranks look at what a backward has left.
+        queue.observers.append(self, first=has_leaves)
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
@@ -299,6 +303,7 @@ class ShardedStep(Observer):
     def _refuse_unfinished(self, what: str) -> None:
         """Refuse what must follow a backward if that has not ended well."""
         reducer = self._reducer
+        self.refuse_in_loop(what)
         reducer.check()
         if reducer.phase.now not in (Phase.IDLE, Phase.ARMED):
             raise ShardedStepError(
@@ -506,6 +511,10 @@ class ShardedStep(Observer):
         """
         self._returns.start(None)
         self._returns.finish()
+
+
+def _do_nothing(_what: str) -> None:
+    """Refuse nothing: there are no logical ranks."""
 
 
 def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
