@@ -315,9 +315,8 @@ def added_up(arrived: Tensor, nodes: Sequence[Sequence[Node]], leaves: int) -> T
         leaves: How many logical ranks there are.
     """
     sums: Sums[Tensor] = Sums(leaves, Tensor.add_)
-    pairs = zip(
-        [node for each in nodes for node in each], arrived.unbind(), strict=True
-    )
+    in_order = [node for each in nodes for node in each]
+    pairs = zip(in_order, arrived.unbind(), strict=True)
     for node, row in sorted(pairs, key=lambda pair: pair[0].first):
         sums.add(node, row)
     ((_, total),) = sums.open

@@ -1,13 +1,13 @@
 """Each rank steps its share of the parameters, and keeps that share of the state.
 
 Read `known` (which optimizers can do that), `owners` (who steps what), `bucket` and
-`averaging` (gradients go to their owners), `pieces` (messages in both directions at
-once), `agreement` (all ranks step, or none), `returns` (new values come back to all
-ranks), `awaited` (perhaps while the next forward runs already), `shares` (what the
-script has done to the gradients meanwhile), `norms` (of all gradients), `overflows`
-(for a ``GradScaler``), `step` (all of it together). Then `checkpoint` (the state of an
-optimizer, saved and loaded) and `distributed_checkpoint` (the same for
-``torch.distributed.checkpoint``).
+`averaging` (gradients go to their owners), `tree_averaging` (those of logical ranks),
+`pieces` (messages in both directions at once), `agreement` (all ranks step, or none),
+`returns` (new values come back to all ranks), `awaited` (perhaps while the next forward
+runs already), `shares` (what the script has done to the gradients meanwhile), `norms`
+(of all gradients), `overflows` (for a ``GradScaler``), `step` (all of it together).
+Then `checkpoint` (the state of an optimizer, saved and loaded) and
+`distributed_checkpoint` (the same for ``torch.distributed.checkpoint``).
 """
 
 from .checkpoint import check_copy, check_mark, keep_own, whole_state
