@@ -43,10 +43,12 @@ def each_logical_rank(  # noqa: D417 -- self: a method
 
     After the loop ``.grad`` is the mean over all logical ranks (with
     ``average_over="items"`` over all items), and has the same bits on any number of
-    ranks up to that of logical ranks. All ranks run the loop together. In the body of
-    each turn module buffers are those of the step's beginning, and random numbers
-    depend on seed, step and logical rank alone; after the loop generators are as before
-    it. Of several backwards in one turn all but the last belong into `no_sync`.
+    ranks up to that of logical ranks. With `sharded_step` only the rank that owns a
+    parameter has its mean, and the new values have the same bits. All ranks run the
+    loop together. In the body of each turn module buffers are those of the step's
+    beginning, and random numbers depend on seed, step and logical rank alone; after the
+    loop generators are as before it. Of several backwards in one turn all but the last
+    belong into `no_sync`.
 
     With ``audit_every`` an audited step first yields a logical rank of another rank
     (one that is not in `logical_block`), and after an alarm some a second time. Their

@@ -54,7 +54,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
     share of this rank, and returns when all ranks have the new values of all
     parameters; on an accelerator the stream that is current has them then. The bits are
-    those of a plain loop on two ranks.
+    those of a plain loop on two ranks. With ``logical_ranks`` they are those of a plain
+    loop over logical ranks, on any number of ranks: see `each_logical_rank`.
 
     Args:
         optimizers: Optimizers that together hold all parameters of the module, each of
@@ -80,7 +81,7 @@ def sharded_step(  # noqa: D417 -- self: a method
     Raises:
         TypeError: An optimizer cannot be divided.
         ValueError: A parameter is in no optimizer, or in two; or an option of the
-            wrapper does not go with it.
+            wrapper does not go with it, such as ``audit_every``.
         ReplicaMismatchError: The ranks pass different optimizers, or another rank has
             raised one of the errors above.
     """
@@ -273,6 +274,8 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
             cannot calculate it, as that of order infinity of an empty gradient.
         ShardedStepError: With `sharded_step` some rank does not call it, or with other
             arguments, or has gradients that were not averaged. All ranks raise it.
+        LogicalRankError: With `sharded_step` it is called in the loop over logical
+            ranks.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
@@ -285,11 +288,13 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
 
 def _obstacle(ddp: DataParallel) -> str:
     """Return what the wrapper has that makes a divided step impossible, or ""."""
-    reducer, given = ddp._reducer, ddp._given
+    reducer, given, logical = ddp._reducer, ddp._given, ddp._logical
     queue = reducer.queue
     obstacles = {
         "a second call of sharded_step": ddp._sharded is not None,
-        "audit_every": ddp._logical is not None and ddp._logical.audit is not None,
+        "audit_every": logical is not None and logical.audit is not None,
+        "a loop over logical ranks that has begun": logical is not None
+        and logical.is_in_loop,
         "minidp.torchft": type(ddp).__module__.startswith("minidp.torchft"),
         "a comm hook": queue.averaging.comm_hook is not None,
         'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",

@@ -145,6 +145,11 @@ class LogicalRanks(Observer):
         self._open: _Loop | None = None  # the loop that has begun, and not ended
 
     @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop has begun, and not ended."""
+        return self._open is not None
+
+    @property
     def has_reduced(self) -> bool:
         """Whether the last logical rank of an open loop has reduced."""
         return self._open is not None and self._open.num_reduced > 0

@@ -260,6 +260,15 @@ def step_on_some_ranks(model, optimizer):
         loop(model, 1)
 
 
+@on_ranks(2)
+def test_steps_are_divided_before_a_loop(ctx):
+    model, (optimizer,) = made(ctx, 4, divides=False)
+    for _ in model.each_logical_rank():
+        with pytest.raises(ValueError, match="a loop over logical ranks that has"):
+            model.sharded_step(optimizer)
+        break
+
+
 @pytest.mark.parametrize(
     ("act", "kind", "text"),
     [
