@@ -641,7 +641,7 @@ bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
   const BucketShape& shape = buckets_[bucket];
   const int64_t from = shape.bounds[rank_];
   const int64_t to = shape.bounds[rank_ + 1];
-  // With an order of its own a bucket has all of this rank's values, and `tiles` has none.
+  // A bucket with an order has all of this rank's values, and `tiles` has none.
   const auto sum = shape.order ? sum_in_given_order : sum_share;
   sum(addresses_[bucket], shape, from, to, rank_, tiles);
   if (tiles != nullptr) {

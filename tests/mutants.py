@@ -323,6 +323,19 @@ MUTANTS = [
         first="shared_memory/test_orders.py",
     ),
     Mutant(
+        "owners add up logical ranks in the order of ranks",
+        "Brought(pieces, self._tree.counts, self._tree.add_up)",
+        "Brought(pieces, self._tree.counts, lambda rows: rows.sum(0))",
+        first="sharded/test_logical_ranks.py",
+    ),
+    Mutant(
+        "C++: owners add up logical ranks in the order of ranks",
+        "shape.order ? sum_in_given_order : sum_share",
+        "sum_share",
+        native=True,
+        first="shared_memory/test_orders.py",
+    ),
+    Mutant(
         "an audit takes the gradients of the wrong logical rank",
         "self._now is not None and self._now.is_last",
         "self._now is not None",

@@ -70,14 +70,14 @@ class ShardedBucket(DenseBucket):
         plan: The slots, sorted by owner.
         more: The other arguments of `DenseBucket`.
         adds_sums: Whether this rank adds something to a full bucket (`complete` of
-            `Averaging`), so that all gradients must be there.
+            `Averaging`), so that own gradients must be there, too.
     """
 
     def __init__(
         self, owners: Owners, plan: BucketPlan, *more: Any, adds_sums: bool = False
     ) -> None:
         super().__init__(plan, *more)
-        self._owners = owners
+        self._owners, self._adds_sums = owners, adds_sums
         self._given: Room | None = None  # views of shared memory, made when needed
         self._stretches: dict[int | None, list[Stretch]] = {}
         self._stretch = self.stretches()[self.communicator.rank]
@@ -86,10 +86,7 @@ class ShardedBucket(DenseBucket):
         # Whether the extension leaves own gradients in ``.grad`` until they are summed,
         # and frees each one of others as soon as it is in shared memory.
         self._is_divided = (
-            self.native is not None
-            and self.shared is not None
-            and not self._as_view
-            and not adds_sums
+            self.native is not None and self.shared is not None and not self._as_view
         )
         if self._is_divided and self.native is not None:
             self.native.divide(self.own.start, self.own.stop)
@@ -100,6 +97,12 @@ class ShardedBucket(DenseBucket):
         if stepper not in self._stretches:
             self._stretches[stepper] = self._owners.stretches(self.plan, stepper)
         return self._stretches[stepper]
+
+    def copy_in(self, *arguments: Any, **options: Any) -> None:
+        """Copy gradients to the buffer; see `Bucket`."""
+        super().copy_in(*arguments, **options)
+        if self._adds_sums:
+            self.complete()
 
     def offer_grads(self, shared: SharedBuffer) -> None:
         """Let `wait` write the averages of this rank's share straight to ``.grad``."""
