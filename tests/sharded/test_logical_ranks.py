@@ -15,8 +15,10 @@ from torch.amp import GradScaler
 import minidp
 from minidp.core import Observer
 from minidp.errors import GradientError, LogicalRankError, ShardedStepError
+from minidp.sharded import pieces
 from tests.logical_ranks.trainings import batch, wrapped
 from tests.sharded.test_bits import OPTIMIZERS, Net
+from tests.shared_memory.test_buckets import Weighted
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -176,6 +178,93 @@ def test_a_grad_scaler_skips_on_all_ranks(pool):
     (expected,) = pool.run(scaled, 1, False)
     for size in (1, 2, 3):
         assert same([expected] * size, pool.run(scaled, size, True))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("number", [4, 7])
+@on_ranks(2, 3, 4)
+def test_messages_in_pieces_have_the_same_bits(ctx, number, overlaps):
+    how = {"given": {"overlap_param_gather": overlaps}}
+    found = []
+    for nbytes in (2**20, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MINIDP_SHARED_MEMORY", "0")
+            patch.setattr(pieces, "PIECE_BYTES", nbytes)
+            found.append(train(ctx, number, "adamw", **how)[0])
+    assert same(*found)
+    return found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"average_over": "items"}]
+)
+@on_ranks(2, 3)
+def test_large_shares(ctx, dtype, options):
+    """Sums go straight to gradients, in several blocks of several rows."""
+    found = []
+    for divides in (False, True):
+        module = Weighted(dtype)
+        model = wrapped(ctx, module, 7, **{"bucket_cap_mb": 0.5, **options})
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        if divides:
+            model.sharded_step(optimizer)
+        for step in range(4):
+            for leaf in model.each_logical_rank():
+                loss = model(10 * step + leaf)
+                if "average_over" in options:
+                    loss = model.weigh_loss(loss, 1 + leaf)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 2)
+        found.append([param.detach().clone() for param in module.parameters()])
+    assert same(*found)
+    return found[1]
+
+
+def attached(ctx, divides):
+    torch.manual_seed(3)
+    net = Net()
+    handle = minidp.attach(net, process_group=ctx.group, logical_ranks=5)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    if divides:
+        handle.sharded_step(optimizer, overlap_param_gather=True)
+    for step in range(STEPS):
+        for leaf in handle.each_logical_rank():
+            net(batch(step, leaf, 4, 3)).square().mean().backward()
+        handle.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.detach()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_an_attached_model(pool):
+    (expected,) = pool.run(attached, 1, False)
+    for size in (1, 2, 3):
+        assert same([expected] * size, pool.run(attached, size, True))
+
+
+def two_models(ctx, divides):
+    (a, (first,)), (b, (second,)) = (
+        made(ctx, 6, name, divides=divides) for name in ("sgd", "adamw")
+    )
+    for step in range(STEPS):
+        loops = a.each_logical_rank(), b.each_logical_rank()
+        for leaf, _ in zip(*loops, strict=True):
+            x = batch(step, leaf, 4, 3)
+            a(x).square().mean().backward()
+            b(x + 1).square().mean().backward()
+        for each in (second, first):
+            each.step()
+            each.zero_grad()
+    return [p.detach().clone() for model in (a, b) for p in model.parameters()]
+
+
+def test_two_models_take_turns(pool):
+    (expected,) = pool.run(two_models, 1, False)
+    for size in (2, 3):
+        assert same([expected] * size, pool.run(two_models, size, True))
 
 
 class Lags(Observer):
