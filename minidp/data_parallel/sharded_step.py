@@ -15,7 +15,6 @@ from minidp.comm import gather_integers, way_of_hosts
 from minidp.console import warn
 from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
-from minidp.layout import ParamSpec
 from minidp.replica import verify
 from minidp.sharded import (
     OptimizerShare,
@@ -85,9 +84,11 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
             ranks, so that a large one makes no large share, and messages fill both
             directions of a link. It is done for optimizers of ``torch.optim`` that
             step each element by itself (not Adafactor and Muon), and for parameters
-            that are row-major and have as many rows as there are ranks. Their
-            ``.grad`` has averages in the own rows, and zeros in the others. On two
-            ranks the bits stay, but for the last ones after `clip_grad_norm_`.
+            that are row-major and have as many rows as there are ranks. With 16 bits,
+            or fused steps, the rows of a rank must have a multiple of 64 elements. The
+            ``.grad`` of a divided parameter has averages in the own rows, and zeros in
+            the others. On two ranks the bits stay, but for the last ones after
+            `clip_grad_norm_`.
         elementwise: Say of optimizers that minidp does not know that what becomes of an
             element depends on its own gradient and state alone, so that
             ``split_from_mb`` holds for them, too. It implies ``per_parameter``.
@@ -106,15 +107,9 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
             raise ValueError(f"sharded_step does not go with {reason}.")
         check_optimizers(optimizers, is_per_parameter=per_parameter or elementwise)
         steppers = _steppers(self, optimizers)
-        rows = [0] * len(steppers)
-        if split_from_mb is not None:
-            are_split = [is_elementwise(o, is_told=elementwise) for o in optimizers]
-            rows = [
-                may and _rows_to_divide(spec, split_from_mb, group.size())
-                for spec, may in zip(
-                    reducer.queue.specs, (are_split[s] for s in steppers), strict=True
-                )
-            ]
+        rows = _rows_to_divide(
+            self, optimizers, steppers, split_from_mb, elementwise=elementwise
+        )
         sizes = [spec.nbytes for spec in reducer.queue.specs]
         owners = balanced(sizes, steppers, group.size(), rows)
         scales = grad_scaler is not None and grad_scaler.is_enabled()
@@ -323,9 +318,26 @@ def _obstacle(ddp: DataParallel) -> str:
     return next((name for name, is_there in obstacles.items() if is_there), "")
 
 
-def _rows_to_divide(spec: ParamSpec, split_from_mb: float, ranks: int) -> int:
-    is_large = spec.nbytes >= split_from_mb * 2**20
-    return rows_to_divide(spec, ranks) if is_large else 0
+def _rows_to_divide(
+    ddp: DataParallel,
+    optimizers: Sequence[Optimizer],
+    steppers: Sequence[int],
+    split_from_mb: float | None,
+    *,
+    elementwise: bool,
+) -> list[int]:
+    """Return for each parameter how many rows are divided among the ranks, or 0."""
+    specs, ranks = ddp._reducer.queue.specs, ddp.process_group.size()
+    if split_from_mb is None:
+        return [0] * len(specs)
+    may = [is_elementwise(each, is_told=elementwise) for each in optimizers]
+    are_fused = [any(g.get("fused") for g in each.param_groups) for each in optimizers]
+    return [
+        rows_to_divide(spec, ranks, is_fused=are_fused[stepper])
+        if may[stepper] and spec.nbytes >= split_from_mb * 2**20
+        else 0
+        for spec, stepper in zip(specs, steppers, strict=True)
+    ]
 
 
 def _steppers(ddp: DataParallel, optimizers: Sequence[Optimizer]) -> list[int]:

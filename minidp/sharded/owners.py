@@ -32,8 +32,9 @@ from minidp.layout import BucketPlan, Layout, ParamSpec, Slot, row_major_stride
 
 ALL = -1  # in place of the owner of a parameter whose rows are divided
 
-# Torch's kernels for 16 bits round the last elements of a tensor otherwise than those
-# before them, which they take so many at a time. So a cut lies at a multiple of that.
+# Torch's kernels for 16 bits, and those of fused optimizers, round the last elements of
+# a tensor otherwise than those before them, which they take up to so many at a time.
+# So there a cut lies at a multiple of that.
 _HALF, _AT_A_TIME = (torch.float16, torch.bfloat16), 64
 
 
@@ -190,11 +191,12 @@ def _rows_each(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def rows_to_divide(spec: ParamSpec, ranks: int) -> int:
+def rows_to_divide(spec: ParamSpec, ranks: int, *, is_fused: bool = False) -> int:
     """Return how many rows of a parameter can be divided among ranks, or 0.
 
     It must lie in memory row by row, and each rank must get a row. A parameter of
-    ``float16`` or ``bfloat16`` is divided only if that changes no bits.
+    ``float16`` or ``bfloat16``, or of a fused optimizer, is divided only if that
+    changes no bits.
     """
     rows = spec.shape[0] if spec.shape else 0
     each = _rows_each(rows, ranks)
@@ -202,7 +204,8 @@ def rows_to_divide(spec: ParamSpec, ranks: int) -> int:
     if ranks == 1 or not spec.numel or not is_row_major or each * (ranks - 1) >= rows:
         return 0
     cut = each * (spec.numel // rows)
-    return 0 if spec.dtype in _HALF and cut % _AT_A_TIME else rows
+    needs_multiple = is_fused or spec.dtype in _HALF
+    return 0 if needs_multiple and cut % _AT_A_TIME else rows
 
 
 def balanced(

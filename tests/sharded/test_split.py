@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, 0.01),
     "foreach": lambda ps: torch.optim.AdamW(ps, 0.01, foreach=True),
-    "fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
+    "fused": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),  # see the next test
     "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1, initial_accumulator_value=0.1),
     "adadelta": lambda ps: torch.optim.Adadelta(ps, 0.5),
     "adamax": lambda ps: torch.optim.Adamax(ps, 0.01),
@@ -112,7 +112,8 @@ def test_bits_of_the_plain_loop(ctx, name, options):
     ours = made(ctx, name=name, options=options)
     found = train(ctx, *ours)
     assert same(found, train(ctx, *theirs))
-    assert sum(map(ours[0]._sharded.owners.is_split, range(8))) == 6
+    divided = sum(map(ours[0]._sharded.owners.is_split, range(8)))
+    assert divided == (0 if name == "fused" else 6)
     return found
 
 
@@ -138,6 +139,30 @@ def test_bits_of_whole_owners(ctx, mode, overlaps, shares):
             if to_none:
                 assert same(found, whole)
     return found
+
+
+@modes
+@on_ranks(2)
+def test_bits_of_fused_steps(ctx, mode):
+    """Of the last elements of a tensor these have other bits than of the others."""
+    found = []
+    for kind in (DistributedDataParallel, DataParallel):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 27))
+        options = {} if kind is DistributedDataParallel else mode
+        ddp = kind(net, process_group=ctx.group, **options)
+        optimizer = OPTIMIZERS["fused"](list(net.parameters()))
+        if kind is DataParallel:
+            ddp.sharded_step(optimizer, split_from_mb=0)
+            split = [ddp._sharded.owners.is_split(i) for i in range(4)]
+            assert split == [True, False, False, False]
+        for step in range(12):
+            generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+            ddp(torch.randn(3, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params_of(ddp))
+    assert same(*found)
 
 
 class Used(nn.Module):
@@ -173,7 +198,8 @@ def test_bits_of_other_dtypes(ctx, name, dtype):
             optimizer.step()
             optimizer.zero_grad()
         found.append(params_of(ddp))
-    assert same(*found)
+    for a, b in zip(*found, strict=True):  # RMSprop has NaN in float16, on both
+        assert torch.equal(a, b) or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 # ------------------------------------------------------------------------ what is split
@@ -196,7 +222,7 @@ def test_one_layer_larger_than_a_share(ctx):
 
 
 def shapes_split(ctx, params, make, **more):
-    net = Used(params)
+    net = Used([p.clone() for p in params])
     ddp = DataParallel(net, process_group=ctx.group)
     optimizer = make([*net.parameters()])
     ddp.sharded_step(optimizer, **{"split_from_mb": TINY, **more})
@@ -529,7 +555,7 @@ def test_a_step_that_raises(ctx):
     group["lr"] = rate
     # What an emergency checkpoint would have: whole parameters, and the share.
     assert {p.shape for p in params} == {p.shape for p in Net().parameters()}
-    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (19 - ctx.rank, 4)
+    assert optimizer.state_dict()["state"][1]["exp_avg"].shape == (19 - ctx.rank, 4)
     with pytest.raises(ShardedStepError, match="its last step raised"):
         backward(ctx, ddp, 3)
     assert group["params"] == params
@@ -622,16 +648,16 @@ def test_a_graph_from_before_the_step(ctx):
 # --------------------------------------------------------------------------- a scaler
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
 @modes
 @on_ranks(2)
-def test_a_scaler_skips_on_all_ranks(ctx, mode, fused):
+def test_a_scaler_skips_on_all_ranks(ctx, mode, foreach):
     found = []
     for kind in (DistributedDataParallel, DataParallel):
         options = {} if kind is DistributedDataParallel else mode
         torch.manual_seed(3)
         ddp = kind(Net(), process_group=ctx.group, **options)
-        optimizer = torch.optim.AdamW(ddp.parameters(), 0.01, fused=fused)
+        optimizer = torch.optim.AdamW(ddp.parameters(), 0.01, foreach=foreach)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
         if kind is DataParallel:
             ddp.sharded_step(optimizer, split_from_mb=TINY, grad_scaler=scaler)
