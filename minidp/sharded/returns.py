@@ -2,6 +2,7 @@
 
 Each owner sends its stretch of each bucket, which the others write to their parameters.
 In between the values lie in the bucket's buffer, whose gradients nobody needs any more.
+(Rows of a divided parameter need no buffer: `split_bucket`.)
 The buckets go in the order in which the next forward needs their parameters: the last
 one first. Either the step waits for all of them, or each parameter for its own bucket
 when it is used (`awaited`).

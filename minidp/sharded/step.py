@@ -426,7 +426,7 @@ class ShardedStep(Observer):
 
         Raises:
             CollectiveError: Another rank does not send its share. Its parameters are
-                the old ones here.
+                the old ones here; its rows of divided ones may be new in part.
         """
         reducer, number = self._reducer, self._number_of(optimizer)
         self._parts[number].leave(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ class Case:
     steps: tuple[Step, ...]
     scale: float | None = None  # of a GradScaler
     overlaps: bool = False  # overlap_param_gather
+    split: float | None = None  # split_from_mb
 
 
 def optimizers_of(case: Case, params: list[Any]) -> list[Any]:
@@ -73,6 +75,7 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             *optimizers,
             grad_scaler=scaler if scales else None,
             overlap_param_gather=case.overlaps,
+            split_from_mb=case.split,
         )
     seen: list[torch.Tensor] = []
 
@@ -227,6 +230,9 @@ def cases(draw: st.DrawFn) -> Case:
     if mode:
         options[mode] = True
     chosen = draw(settings(kinds[0]))
+    split = draw(st.sampled_from([None, None, 0.0, 32 / 2**20]))
+    if split is not None:  # other norms of rows have not the last bits of torch's
+        steps = [replace(s, clip=s.clip and (s.clip[0], math.inf)) for s in steps]
     return Case(
         model,
         tuple(options.items()),
@@ -235,6 +241,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(steps),
         scale,
         overlaps=draw(flag),
+        split=split,
     )
 
 
