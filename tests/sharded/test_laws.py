@@ -176,6 +176,13 @@ orders = st.sampled_from([2.0, 2.0, 1.0, float("inf")])
 clips = st.none() | st.tuples(st.sampled_from([0.1, 1.0, 1e9]), orders)
 
 
+def clipped_for(split: float | None, step: Step) -> Step:
+    """Return the step with a norm that has torch's bits also if it is that of rows."""
+    if split is None or step.clip is None:
+        return step
+    return replace(step, clip=(step.clip[0], math.inf))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     mode = draw(st.sampled_from(["", "", "find_unused_parameters", "static_graph"]))
@@ -231,8 +238,7 @@ def cases(draw: st.DrawFn) -> Case:
         options[mode] = True
     chosen = draw(settings(kinds[0]))
     split = draw(st.sampled_from([None, None, 0.0, 32 / 2**20]))
-    if split is not None:  # other norms of rows have not the last bits of torch's
-        steps = [replace(s, clip=s.clip and (s.clip[0], math.inf)) for s in steps]
+    steps = [clipped_for(split, step) for step in steps]
     return Case(
         model,
         tuple(options.items()),
