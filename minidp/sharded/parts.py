@@ -17,11 +17,42 @@ that look parameters up. Only the state of a divided parameter has another shape
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+
+
+class _Part(NamedTuple):
+    """What an optimizer has in the place of a parameter."""
+
+    param: nn.Parameter
+    rows: slice
+    part: nn.Parameter
+
+
+class Exchanged:
+    """The parts that are in an optimizer now, if any. It holds nothing but these."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self.parts: list[_Part] = []
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Put the parameters back."""
+        for group, params in self.groups:
+            group["params"] = params
+        for param, rows, part in self.parts:
+            _rename(optimizer.state, part, param)
+            own = param.detach()[rows]
+            if part.data_ptr() != own.data_ptr():  # it was given other memory
+                with torch.no_grad():
+                    own.copy_(part)
+            if part.grad is None:
+                param.grad = None
+        self.groups.clear()
+        self.parts.clear()
 
 
 class Parts:
@@ -33,8 +64,7 @@ class Parts:
 
     def __init__(self, rows: Mapping[nn.Parameter, slice]) -> None:
         self._rows = rows
-        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}  # while a step runs
+        self.now = Exchanged()
 
     def enter(self, optimizer: Optimizer) -> None:
         """Put parts into the place of parameters."""
@@ -42,33 +72,22 @@ class Parts:
             params = group["params"]
             found = {p: self._part(p) for p in params if p in self._rows}
             if found:
-                self._groups.append((group, params))
-                self._parts |= found
-                group["params"] = [found.get(p, p) for p in params]
-        for param, part in self._parts.items():
+                self.now.groups.append((group, params))
+                self.now.parts += found.values()
+                group["params"] = [found[p].part if p in found else p for p in params]
+        for param, _, part in self.now.parts:
             _rename(optimizer.state, param, part)
 
-    def _part(self, param: nn.Parameter) -> nn.Parameter:
+    def _part(self, param: nn.Parameter) -> _Part:
         rows = self._rows[param]
         part = nn.Parameter(param.detach()[rows], requires_grad=param.requires_grad)
         if param.grad is not None:
             part.grad = param.grad[rows]
-        return part
+        return _Part(param, rows, part)
 
     def leave(self, optimizer: Optimizer) -> None:
         """Put the parameters back, if parts are in their place."""
-        for group, params in self._groups:
-            group["params"] = params
-        for param, part in self._parts.items():
-            _rename(optimizer.state, part, param)
-            rows = param.detach()[self._rows[param]]
-            if part.data_ptr() != rows.data_ptr():  # it was given other memory
-                with torch.no_grad():
-                    rows.copy_(part)
-            if part.grad is None:
-                param.grad = None
-        self._groups.clear()
-        self._parts.clear()
+        self.now.leave(optimizer)
 
 
 def _rename(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:

@@ -43,7 +43,7 @@ from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
-from .parts import Parts
+from .parts import Exchanged, Parts
 from .returns import Returns
 from .shares import Shares
 from .split_bucket import SplitBucket
@@ -135,7 +135,7 @@ class ShardedStep(Observer):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
             mark_copies(optimizer, owners, rank, number, _counter_of(self))
-            left = weakref.ref(optimizer), self._parts[number], owners, rank
+            left = weakref.ref(optimizer), self._parts[number].now, owners, rank
             weakref.finalize(self, _leave, *left).atexit = False
 
     # -- a backward --------------------------------------------------------------------
@@ -538,7 +538,7 @@ def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
 
 
 def _leave(
-    reference: weakref.ref[Optimizer], parts: Parts, owners: Owners, rank: int
+    reference: weakref.ref[Optimizer], parts: Exchanged, owners: Owners, rank: int
 ) -> None:
     """Leave an optimizer alone, because its wrapper is gone."""
     if (optimizer := reference()) is not None:
