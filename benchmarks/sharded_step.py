@@ -66,6 +66,7 @@ MIB = 2**20
 TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
 PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
+SPLIT, BOTH = "minidp, split_from_mb=1", "minidp, split, overlap"
 SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
 LINK = Link(1.0)
 TIMES = "forward, backward, optimizer.step() and zero_grad()"
@@ -89,10 +90,16 @@ def _plain(net: nn.Module) -> Made:
     return minidp.DataParallel(net), AdamW(net.parameters())
 
 
-def _sharded(net: nn.Module, *, overlaps: bool = False, **options: float) -> Made:
+def _sharded(
+    net: nn.Module,
+    *,
+    overlaps: bool = False,
+    split: float | None = None,
+    **options: float,
+) -> Made:
     model = minidp.DataParallel(net, **options)
     optimizer = AdamW(net.parameters())
-    model.sharded_step(optimizer, overlap_param_gather=overlaps)
+    model.sharded_step(optimizer, overlap_param_gather=overlaps, split_from_mb=split)
     return model, optimizer
 
 
@@ -101,7 +108,9 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     ZERO: _zero,
     PLAIN: _plain,
     SHARDED: _sharded,
+    SPLIT: partial(_sharded, split=1.0),
     OVERLAPPED: partial(_sharded, overlaps=True),
+    BOTH: partial(_sharded, overlaps=True, split=1.0),
     SMALL_TORCH: lambda net: (
         DistributedDataParallel(net, bucket_cap_mb=4),
         AdamW(net.parameters()),
@@ -109,7 +118,7 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
-    "layers": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED),
+    "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED),
     "resnet50": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED),
     "gpt2": (TORCH, ZERO, SHARDED),  # four of them need more than 20 GiB
     "link": tuple(EVERYONE),

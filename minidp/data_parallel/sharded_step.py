@@ -24,7 +24,9 @@ from minidp.sharded import (
     check_mark,
     check_optimizers,
     is_divided,
+    is_elementwise,
     keep_own,
+    rows_to_divide,
     whole_state,
 )
 
@@ -34,13 +36,15 @@ if TYPE_CHECKING:
 _COMPARING = "comparing what the ranks pass to sharded_step"
 
 
-def sharded_step(  # noqa: D417 -- self: a method
+def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
     self: DataParallel,
     *optimizers: Optimizer,
     per_parameter: bool = False,
     allow_changes: bool = False,
     grad_scaler: GradScaler | None = None,
     overlap_param_gather: bool = False,
+    split_from_mb: float | None = None,
+    elementwise: bool = False,
 ) -> None:
     """Let each rank step its share of the parameters, and keep that share of the state.
 
@@ -77,6 +81,18 @@ def sharded_step(  # noqa: D417 -- self: a method
             The step waits, as it does without this option, for parameters whose memory
             another tensor shares, and for all on an accelerator, or if something is
             compiled in this process (``torch.compile``, TorchScript).
+        split_from_mb: Divide parameters of at least so many MiB by rows among all
+            ranks, so that a large one makes no large share, and messages fill both
+            directions of a link. It is done for optimizers of ``torch.optim`` that
+            step each element by itself (not Adafactor and Muon), and for parameters
+            that are row-major and have as many rows as there are ranks. With 16 bits,
+            or fused steps, the rows of a rank must have a multiple of 64 elements. The
+            ``.grad`` of a divided parameter has averages in the own rows, and zeros in
+            the others. On two ranks the bits stay, but for the last ones after
+            `clip_grad_norm_`.
+        elementwise: Say of optimizers that minidp does not know that what becomes of an
+            element depends on its own gradient and state alone, so that
+            ``split_from_mb`` holds for them, too. It implies ``per_parameter``.
 
     Raises:
         TypeError: An optimizer cannot be divided.
@@ -90,10 +106,19 @@ def sharded_step(  # noqa: D417 -- self: a method
     try:
         if reason := _obstacle(self):
             raise ValueError(f"sharded_step does not go with {reason}.")
-        check_optimizers(optimizers, is_per_parameter=per_parameter)
+        if split_from_mb is not None and self._logical is not None:
+            raise ValueError(
+                "sharded_step(split_from_mb=...) does not go with logical_ranks: the "
+                "number of ranks would change the last bits of a clipped norm. What to "
+                "do: leave out split_from_mb, so that a parameter has one owner."
+            )
+        check_optimizers(optimizers, is_per_parameter=per_parameter or elementwise)
         steppers = _steppers(self, optimizers)
+        rows = _rows_to_divide(
+            self, optimizers, steppers, split_from_mb, elementwise=elementwise
+        )
         sizes = [spec.nbytes for spec in reducer.queue.specs]
-        owners = balanced(sizes, steppers, group.size())
+        owners = balanced(sizes, steppers, group.size(), rows)
         scales = grad_scaler is not None and grad_scaler.is_enabled()
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
@@ -111,6 +136,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
     texts["option overlap_param_gather"] = str(overlap_param_gather)
+    texts["option split_from_mb"] = str(split_from_mb)
+    texts["option elementwise"] = str(elementwise)
     with reducer.communicator.blocking(_COMPARING):
         verify.verify(texts, group, device)
     with reducer.communicator.blocking("connecting the hosts for sharded_step"):
@@ -162,7 +189,7 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
     """
     if self._sharded is None or not is_divided(optimizer):
         return optimizer.state_dict() if self._reducer.rank == to else None
-    return whole_state(optimizer, self._reducer, to)
+    return whole_state(optimizer, self._reducer, self._sharded.owners, to)
 
 
 def sharded_optimizer_state(  # noqa: D417 -- self: a method
@@ -200,10 +227,17 @@ def sharded_optimizer_state(  # noqa: D417 -- self: a method
     def foreign() -> set[int]:
         if self._sharded is None or not is_divided(optimizer):
             return set()
-        pairs = zip(reducer.params, self._sharded.owners.of, strict=True)
-        return {id(param) for param, owner in pairs if owner != reducer.rank}
+        owns = self._sharded.owners.has_part
+        pairs = enumerate(reducer.params)
+        return {id(param) for i, param in pairs if not owns(reducer.rank, i)}
 
-    return OptimizerShare(optimizer, reducer, names, foreign)
+    def divided() -> dict[int, slice]:
+        if self._sharded is None or not is_divided(optimizer):
+            return {}
+        split = self._sharded.owners.split(reducer.rank)
+        return {id(reducer.params[i]): rows for i, rows in split.items()}
+
+    return OptimizerShare(optimizer, reducer, names, foreign, divided)
 
 
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:
@@ -305,6 +339,28 @@ def _obstacle(ddp: DataParallel) -> str:
         "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
     }
     return next((name for name, is_there in obstacles.items() if is_there), "")
+
+
+def _rows_to_divide(
+    ddp: DataParallel,
+    optimizers: Sequence[Optimizer],
+    steppers: Sequence[int],
+    split_from_mb: float | None,
+    *,
+    elementwise: bool,
+) -> list[int]:
+    """Return for each parameter how many rows are divided among the ranks, or 0."""
+    specs, ranks = ddp._reducer.queue.specs, ddp.process_group.size()
+    if split_from_mb is None:
+        return [0] * len(specs)
+    may = [is_elementwise(each, is_told=elementwise) for each in optimizers]
+    are_fused = [any(g.get("fused") for g in each.param_groups) for each in optimizers]
+    return [
+        rows_to_divide(spec, ranks, is_fused=are_fused[stepper])
+        if may[stepper] and spec.nbytes >= split_from_mb * 2**20
+        else 0
+        for spec, stepper in zip(specs, steppers, strict=True)
+    ]
 
 
 def _steppers(ddp: DataParallel, optimizers: Sequence[Optimizer]) -> list[int]:

@@ -7,13 +7,15 @@ Read `known` (which optimizers can do that), `owners` (who steps what), `bucket`
 runs already), `shares` (what the script has done to the gradients meanwhile), `norms`
 (of all gradients), `overflows` (for a ``GradScaler``), `step` (all of it together).
 Then `checkpoint` (the state of an optimizer, saved and loaded) and
-`distributed_checkpoint` (the same for ``torch.distributed.checkpoint``).
+`distributed_checkpoint` (the same for ``torch.distributed.checkpoint``). Last
+`split_bucket` and `parts`: large parameters of which each rank owns some rows.
 """
 
 from .checkpoint import check_copy, check_mark, keep_own, whole_state
 from .distributed_checkpoint import OptimizerShare
 from .known import check as check_optimizers
-from .owners import Owners, balanced
+from .known import is_elementwise
+from .owners import Owners, balanced, rows_to_divide
 from .step import ShardedStep, is_divided
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "check_mark",
     "check_optimizers",
     "is_divided",
+    "is_elementwise",
     "keep_own",
+    "rows_to_divide",
     "whole_state",
 ]

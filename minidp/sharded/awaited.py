@@ -110,10 +110,12 @@ def can_be_awaited(params: Iterable[nn.Parameter]) -> bool:
     """
     if _was_compiled():
         return False
-    alone = _uses_of_new_memory()
-    return all(
-        type(p) is nn.Parameter and p.is_cpu and _uses(p) == alone for p in params
-    )
+    return all(type(p) is nn.Parameter and p.is_cpu and is_alone(p) for p in params)
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Return whether no other tensor shares the memory of this one."""
+    return _uses(tensor) == _uses_of_new_memory()
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:

@@ -8,7 +8,8 @@ What happens in a training step, on each rank::
                        after: values go from owners to all ranks       returns
 
 The user's optimizer stays what it is. It holds all parameters, but has gradients, and
-so states, of this rank's share only.
+so states, of this rank's share only. Large parameters may be divided by rows; then the
+step finds the rows of this rank in their place (`parts`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
+from .parts import Exchanged, Parts
 from .returns import Returns
 from .shares import Shares
+from .split_bucket import SplitBucket
 from .tree_averaging import averaging_for
 
 # Of each owner so many of its smallest parameters are compared, and their first rows,
@@ -85,14 +88,23 @@ class ShardedStep(Observer):
         # By optimizer: its parameters that this rank owns, and those of other ranks.
         self._own_of = [owners.owned_by(rank, k) for k in range(len(optimizers))]
         self._foreign_of = [
-            [i for i, s in enumerate(owners.stepper) if s == k and owners.of[i] != rank]
+            [
+                i
+                for i, stepper in enumerate(owners.stepper)
+                if stepper == k and not owners.has_part(rank, i)
+            ]
             for k in range(len(optimizers))
+        ]
+        # By optimizer: its parameters whose rows are divided.
+        self._parts = [
+            Parts({reducer.params[i]: rows for i, rows in of_one.items()})
+            for of_one in (owners.split(rank, k) for k in range(len(optimizers)))
         ]
         # By optimizer and group: the parameters that it is known to hold.
         self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
-        self._norms = Norms(reducer, own)
+        self._norms = Norms(reducer, owners)
         on_cpu = reducer.communicator.device.type == "cpu"
         self._returns = Returns(self._reducer, are_awaited=awaits_values and on_cpu)
         self._overflows = Overflows(reducer, owners) if scales else None
@@ -114,6 +126,8 @@ class ShardedStep(Observer):
         has_leaves = queue.averaging.leaves is not None
 
         def make_bucket(*arguments: Any) -> ShardedBucket:
+            if owners.is_split(arguments[0].indices[0]):
+                return SplitBucket(owners, *arguments)
             return ShardedBucket(owners, *arguments, adds_sums=has_leaves)
 
         queue.dense_bucket = make_bucket
@@ -126,8 +140,8 @@ class ShardedStep(Observer):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
             mark_copies(optimizer, owners, rank, number, _counter_of(self))
-            left = weakref.ref(optimizer), owners, rank
-            weakref.finalize(self, leave_share, *left).atexit = False
+            left = weakref.ref(optimizer), self._parts[number].now, owners, rank
+            weakref.finalize(self, _leave, *left).atexit = False
 
     # -- a backward --------------------------------------------------------------------
 
@@ -241,6 +255,8 @@ class ShardedStep(Observer):
             own = [i for i in self.owners.owned_by(rank) if params[i].numel()]
             for i in sorted(own, key=lambda i: sizes[i].nbytes)[:_SAMPLES]:
                 param = params[i].detach()
+                if self.owners.is_split(i):
+                    param = param[self.owners.rows_of(rank, i)]
                 found.append(param if param.ndim == 0 else param[:_SAMPLE_ROWS])
         return found
 
@@ -265,13 +281,14 @@ class ShardedStep(Observer):
         """
         for i in self._reducer.queue.untouched:
             grad = self._reducer.params[i].grad
-            is_foreign = self.owners.of[i] != self._reducer.rank
+            is_foreign = not self.owners.has_part(self._reducer.rank, i)
             if is_foreign and grad is not None and not bool(grad.any()):
                 self._reducer.params[i].grad = None
 
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
         self._is_reduced = self._is_open = False
+        self._leave_parts()
         self.shares.forget()
         self._returns.drop()
         if self._overflows is not None:
@@ -299,6 +316,7 @@ class ShardedStep(Observer):
         self._agree(Intent(Act.STEP, number, problems), held)
         self._is_reduced, self._is_open = False, True
         self._reducer.communicator.note_step()
+        self._parts[number].enter(optimizer)
 
     def _refuse_unfinished(self, what: str) -> None:
         """Refuse what must follow a backward if that has not ended well."""
@@ -327,6 +345,7 @@ class ShardedStep(Observer):
             ShardedStepError: The last step has not ended.
         """
         if self._is_open:
+            self._leave_parts()
             reducer = self._reducer
             error = ShardedStepError(
                 explain(
@@ -349,6 +368,11 @@ class ShardedStep(Observer):
         except BaseException as error:
             self._reducer.fail(error)
             raise
+
+    def _leave_parts(self) -> None:
+        """Give optimizers their parameters back after a step that has raised."""
+        for optimizer, parts in zip(self.optimizers, self._parts, strict=True):
+            parts.leave(optimizer)
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
@@ -408,12 +432,13 @@ class ShardedStep(Observer):
 
         Raises:
             CollectiveError: Another rank does not send its share. Its parameters are
-                the old ones here.
+                the old ones here; its rows of divided ones may be new in part.
         """
-        reducer = self._reducer
+        reducer, number = self._reducer, self._number_of(optimizer)
+        self._parts[number].leave(optimizer)
         self.steps += 1
         try:
-            self._returns.start(self._number_of(optimizer))
+            self._returns.start(number)
             # If values are given up on a device, what is there of them is written, too.
             reducer.communicator.note_step()
             self._returns.settle()
@@ -520,6 +545,15 @@ def _do_nothing(_what: str) -> None:
 def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
     """Return the parameters of an optimizer, by group."""
     return [[*group["params"]] for group in optimizer.param_groups]
+
+
+def _leave(
+    reference: weakref.ref[Optimizer], parts: Exchanged, owners: Owners, rank: int
+) -> None:
+    """Leave an optimizer alone, because its wrapper is gone."""
+    if (optimizer := reference()) is not None:
+        parts.leave(optimizer)
+        leave_share(optimizer, owners, rank)
 
 
 def _counter_of(step: ShardedStep) -> Callable[[], int]:

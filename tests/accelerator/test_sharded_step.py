@@ -28,6 +28,7 @@ from tests.support.ranks import on_ranks
 
 VIEWS = {"gradient_as_bucket_view": True}
 UNUSED = {"find_unused_parameters": True}
+SPLIT = {"split_from_mb": 0}
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -166,6 +167,15 @@ SCENARIOS = {
     "static": partial(plain, static_graph=True),
     "batched": partial(plain, batched_grad_copy=True),
     "overlap": partial(plain, given={"overlap_param_gather": True}),
+    "split": partial(plain, given=SPLIT),
+    "split kept": partial(plain, set_to_none=False, given=SPLIT),
+    "split views": partial(plain, given=SPLIT, **VIEWS),
+    "split kept views": partial(plain, set_to_none=False, given=SPLIT, **VIEWS),
+    "split lazy": partial(plain, given=SPLIT, lazy_bucket_allocation=True),
+    "split unused": partial(branches, given=SPLIT),
+    "split clipped": partial(clipped, norm_type=float("inf"), given=SPLIT),
+    "split reset": partial(reset, given=SPLIT),
+    "split foreach": partial(plain, name="foreach", given=SPLIT),
     "unused": branches,
     "unused kept": partial(branches, set_to_none=False),
     "unused views": partial(branches, **VIEWS),

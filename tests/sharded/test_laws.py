@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ class Case:
     steps: tuple[Step, ...]
     scale: float | None = None  # of a GradScaler
     overlaps: bool = False  # overlap_param_gather
+    split: float | None = None  # split_from_mb
 
 
 def optimizers_of(case: Case, params: list[Any]) -> list[Any]:
@@ -73,6 +75,7 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             *optimizers,
             grad_scaler=scaler if scales else None,
             overlap_param_gather=case.overlaps,
+            split_from_mb=case.split,
         )
     seen: list[torch.Tensor] = []
 
@@ -173,6 +176,13 @@ orders = st.sampled_from([2.0, 2.0, 1.0, float("inf")])
 clips = st.none() | st.tuples(st.sampled_from([0.1, 1.0, 1e9]), orders)
 
 
+def clipped_for(split: float | None, step: Step) -> Step:
+    """Return the step with a norm that has torch's bits also if it is that of rows."""
+    if split is None or step.clip is None:
+        return step
+    return replace(step, clip=(step.clip[0], math.inf))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     mode = draw(st.sampled_from(["", "", "find_unused_parameters", "static_graph"]))
@@ -227,6 +237,8 @@ def cases(draw: st.DrawFn) -> Case:
     if mode:
         options[mode] = True
     chosen = draw(settings(kinds[0]))
+    split = draw(st.sampled_from([None, None, 0.0, 32 / 2**20]))
+    steps = [clipped_for(split, step) for step in steps]
     return Case(
         model,
         tuple(options.items()),
@@ -235,6 +247,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(steps),
         scale,
         overlaps=draw(flag),
+        split=split,
     )
 
 
