@@ -15,8 +15,10 @@ from minidp.comm import gather_integers, way_of_hosts
 from minidp.console import warn
 from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
+from minidp.guard import check_partial
 from minidp.replica import verify
 from minidp.sharded import (
+    EarlySteps,
     OptimizerShare,
     ShardedStep,
     balanced,
@@ -25,6 +27,7 @@ from minidp.sharded import (
     check_optimizers,
     is_divided,
     keep_own,
+    steps_in_backward,
     whole_state,
 )
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 _COMPARING = "comparing what the ranks pass to sharded_step"
+_COMPARING_EARLY = "comparing what the ranks pass to step_in_backward"
 
 
 def sharded_step(  # noqa: D417 -- self: a method
@@ -54,7 +58,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
     share of this rank, and returns when all ranks have the new values of all
     parameters; on an accelerator the stream that is current has them then. The bits are
-    those of a plain loop on two ranks.
+    those of a plain loop on two ranks. With ``model.step_in_backward(optimizer)`` after
+    it each bucket steps as soon as it is reduced, and the loop calls no step.
 
     Args:
         optimizers: Optimizers that together hold all parameters of the module, each of
@@ -130,6 +135,67 @@ def sharded_step(  # noqa: D417 -- self: a method
         keep_own(optimizer, reducer, owners, number)
     with without_user_modes(keeps_inference=True):
         reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+
+
+def step_in_backward(
+    ddp: DataParallel, optimizer: Optimizer, clip_grad_norm: float | None
+) -> None:
+    """Let a divided optimizer step inside backwards; see `DataParallel`'s method.
+
+    All ranks call it together.
+
+    Raises:
+        TypeError: The optimizer cannot step on a part of its parameters.
+        ValueError: It is not divided, or steps in the backward already; or something
+            does not go with it.
+        ReplicaMismatchError: The ranks call it with different arguments, or another
+            rank has raised one of the errors above.
+    """
+    sharded, reducer = ddp._sharded, ddp._reducer
+    assert sharded is not None
+    early = steps_in_backward(reducer)
+    try:
+        check_partial(optimizer, clip_grad_norm)
+        if reason := _obstacle_in_backward(ddp, sharded):
+            raise ValueError(f"step_in_backward after sharded_step: {reason}.")
+        numbers = [n for n, o in enumerate(sharded.optimizers) if o is optimizer]
+        name = type(optimizer).__name__
+        if not numbers:
+            raise ValueError(
+                f"step_in_backward: this {name} was not passed to sharded_step, so "
+                "nothing divides its steps. What to do: pass it to both, to "
+                "sharded_step first."
+            )
+        if early is not None and early.has(numbers[0]):
+            raise ValueError(f"This {name} steps in the backward already.")
+    except Exception as error:
+        with reducer.communicator.blocking(_COMPARING_EARLY):
+            verify.verify(error, ddp.process_group, reducer.params[0].device)
+        raise
+    texts = {
+        "optimizer of step_in_backward": str(numbers[0]),
+        "option clip_grad_norm": str(clip_grad_norm),
+    }
+    with reducer.communicator.blocking(_COMPARING_EARLY):
+        verify.verify(texts, ddp.process_group, reducer.params[0].device)
+    if early is None:
+        sharded.bring_rest()
+        early = EarlySteps(sharded, reducer, ddp._guard)
+        with sharded.moving(), without_user_modes(keeps_inference=True):
+            reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+    early.add(numbers[0], clip_grad_norm)
+
+
+def _obstacle_in_backward(ddp: DataParallel, sharded: ShardedStep) -> str:
+    """Return why divided optimizers cannot step in backwards, or ""."""
+    obstacles = {
+        "it does not go with a GradScaler, which decides after the backward whether to "
+        "step": sharded.scales,
+        "it does not go with logical_ranks": ddp._logical is not None,
+        "call it before the first forward of a step, and not while a backward is to "
+        "come": ddp._reducer.phase.now is not Phase.IDLE,
+    }
+    return next((text for text, is_there in obstacles.items() if is_there), "")
 
 
 def whole_optimizer_state(  # noqa: D417 -- self: a method
@@ -266,6 +332,16 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
         return torch.nn.utils.clip_grad_norm_(
             self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
         )
+    if steps_in_backward(self._reducer) is not None:
+        raise ShardedStepError(
+            explain(
+                self._reducer.rank,
+                "clip_grad_norm_ was called, but an optimizer has applied gradients "
+                "already, inside the backward.",
+                remedy="pass the norm there: step_in_backward(optimizer, "
+                "clip_grad_norm=...)",
+            )
+        )
     return self._sharded.clip_grad_norm_(
         float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
     )
@@ -282,7 +358,9 @@ def _obstacle(ddp: DataParallel) -> str:
         "a comm hook": queue.averaging.comm_hook is not None,
         'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",
         "sparse gradients": any(spec.sparse for spec in queue.specs),
-        "step_in_backward": any(each.uses_grads for each in queue.observers.everybody),
+        "step_in_backward before it (call it after it)": any(
+            each.uses_grads for each in queue.observers.everybody
+        ),
         "another wrapper of the same parameters": ddp._guard.shares_parameters,
         "join()": ddp._join_config.enable,
         "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
@@ -335,11 +413,20 @@ def repair(ddp: DataParallel, wrong: list[int]) -> list[int]:
         group, rank = ddp.process_group, ddp._reducer.rank
         with ddp._reducer.communicator.blocking("comparing the shares in reset()"):
             way, place = way_of_hosts(group, ddp._reducer.params[0].device)
-            steps = [row[0] for row in gather_integers([sharded.steps], way, place)]
+            early = steps_in_backward(ddp._reducer)
+            mine = [sharded.steps, int(early is not None and early.is_half)]
+            rows = gather_integers(mine, way, place)
         sharded.bring_all()
-        sharded.steps = max(steps)
-        if len(set(steps)) > 1:
-            found = ", ".join(f"{n} on rank {r}" for r, n in enumerate(steps))
+        sharded.steps = max(steps for steps, _ in rows)
+        if early is not None:
+            early.is_half = False
+            early.agreement.connect()  # perhaps in another group
+        if len({steps for steps, _ in rows}) > 1 or any(half for _, half in rows):
+            parts = "", " and a part of the next one"
+            found = ", ".join(
+                f"{steps}{parts[half]} on rank {r}"
+                for r, (steps, half) in enumerate(rows)
+            )
             warn(
                 explain(
                     rank,
