@@ -556,8 +556,8 @@ def hook_anew(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> None:
     It comes in the place of what `ShardedStep` does before and after the step.
     """
     reference, before, after = _hooks[optimizer]
-    optimizer._optimizer_step_pre_hooks.pop(before)
-    optimizer._optimizer_step_post_hooks.pop(after)
+    optimizer._optimizer_step_pre_hooks.pop(before, None)
+    optimizer._optimizer_step_post_hooks.pop(after, None)
 
     def alone(_step: ShardedStep, which: Optimizer, *_: Any) -> None:
         act(which)
