@@ -47,6 +47,7 @@ from minidp.errors import (
     DoubleStepError,
     ItemCountError,
     MiniDPError,
+    ShardedStepError,
     UnsyncedGradientsError,
     explain,
 )
@@ -659,11 +660,14 @@ class Guard:
         """Let ``optimizer`` step unchecked in the block.
 
         Raises:
-            MiniDPError: The block raised an `Exception`, which becomes its cause.
+            MiniDPError: The block raised an `Exception`, which becomes its cause. A
+                ShardedStepError stays what it is.
         """
         self._allowed.add(id(optimizer))
         try:
             yield
+        except ShardedStepError:
+            raise
         except Exception as error:
             text = explain(
                 self.reducer.rank,
@@ -674,7 +678,8 @@ class Guard:
             )
             raise MiniDPError(text) from error
         finally:
-            self._allowed.discard(id(optimizer))
+            if id(optimizer) not in self._left:
+                self._allowed.discard(id(optimizer))
 
     def reset(self) -> None:
         """Forget what was suspicious, as the ranks are compared soon, or equal now."""

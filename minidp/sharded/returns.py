@@ -58,13 +58,18 @@ class Returns:
             stepper: The number of the optimizer whose parameters are meant; None for
                 all.
         """
-        for bucket in reversed(self._reducer.queue.buckets):
-            assert isinstance(bucket, ShardedBucket)
-            stretches = bucket.stretches(stepper)
-            if any(each.numel for each in stretches):
-                self._open += _returns_of(
-                    bucket, stretches, stepper, may_wait=self._are_awaited
-                )
+        for number in reversed(range(len(self._reducer.queue.buckets))):
+            self.start_bucket(number, stepper)
+
+    def start_bucket(self, number: int, stepper: int | None) -> None:
+        """Start to bring the parameters of one bucket back; see `start`."""
+        bucket = self._reducer.queue.buckets[number]
+        assert isinstance(bucket, ShardedBucket)
+        stretches = bucket.stretches(stepper)
+        if any(each.numel for each in stretches):
+            self._open += _returns_of(
+                bucket, stretches, stepper, may_wait=self._are_awaited
+            )
 
     def settle(self) -> None:
         """Let parameters wait for values that are on their way, or wait for them here.

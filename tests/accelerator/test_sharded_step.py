@@ -112,6 +112,24 @@ def two_devices(run, *, clips=False, set_to_none=True, **options):
     return run.train(model, step=step, optimizer=optimizer, set_to_none=set_to_none)
 
 
+def in_backward(run, *, clip=None, unused=False, **options):
+    """Each bucket steps in the backward, or all of them at its end."""
+    module = (Branches() if unused else net()).to(run.device())
+    options |= UNUSED if unused else {}
+    model, optimizer = divided(run, module, "adamw", **options)
+    model.step_in_backward(optimizer, clip_grad_norm=clip)
+    found = []
+    with run.training():
+        for n in range(5):
+            with run.count(run.costs):
+                optimizer.zero_grad()
+                more = (n % 2,) if unused else ()
+                model(run.batch(n), *more).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [param.detach().clone() for param in model.parameters()]
+    return found
+
+
 def recorded(run):
     model, optimizer = divided(run, net().to(run.device()))
     with minidp.record(model):
@@ -190,6 +208,10 @@ SCENARIOS = {
     "logical ranks": partial(logical, number=4),
     "logical ranks with several sums": partial(logical, number=5, clips=True),
     "logical ranks, kept views": partial(logical, number=5, set_to_none=False, **VIEWS),
+    "in backward": in_backward,
+    "in backward, clipped": partial(in_backward, clip=0.05),
+    "in backward, unused": partial(in_backward, unused=True),
+    "in backward, views": partial(in_backward, **VIEWS),
     "recorded": recorded,
     "reset": reset,
 }
