@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidp import accelerator
 from minidp.core import Slots
 from minidp.layout import BucketPlan
 from minidp.shared_memory import SharedBuffer
@@ -123,8 +124,12 @@ class SplitBucket(ShardedBucket):
         param = self.params[0]
         grad = param.grad
         if type(grad) is not Tensor or not _is_plain(grad) or not is_alone(grad):
-            grad = torch.empty_like(param, memory_format=torch.contiguous_format)
-            param.grad = grad = grad.detach()
+            if self.streams is not None:  # another one may have made it
+                accelerator.use_here(grad)
+            grad = torch.empty_like(
+                param, memory_format=torch.contiguous_format, requires_grad=False
+            )
+            param.grad = grad
         return grad
 
 

@@ -571,6 +571,36 @@ def test_gradients_of_another_stream_are_dropped(ctx):
 
 
 @on_ranks(2)
+def test_divided_gradients_of_another_stream_are_replaced(ctx):
+    """The user has made them there, and has another tensor of their memory."""
+    module, side = Sums().to(ctx.device), sim.new_stream()
+    model = DataParallel(module, process_group=ctx.group)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model.sharded_step(optimizer, split_from_mb=0)
+    x = torch.ones((), device=ctx.device)
+    for _ in range(2):  # so that buckets are rebuilt
+        module.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    with all_memory_reused():
+        for _ in range(3):
+            module.zero_grad()
+            with sim.held(here()):
+                with side:
+                    grads = [torch.zeros_like(p) for p in module.parameters()]
+                    for param, grad in zip(module.parameters(), grads, strict=True):
+                        param.grad = grad.view(-1)
+                here().wait_stream(side)
+                model(x).backward()
+                del grads, grad
+                take(side, *(param.numel() for param in module.parameters()))
+            optimizer.step()
+    # Each step takes the average, which is that of one rank: 500 and 300 ones.
+    weights = [torch.full_like(p, 0.5) for p in module.parameters()]
+    assert all(map(torch.allclose, module.parameters(), weights))
+
+
+@on_ranks(2)
 def test_a_wrapper_that_dies_after_a_step_on_another_stream(ctx):
     """Values were in its buffer there, which the constructor's stream takes at once."""
     module, made, third = Sums().to(ctx.device), sim.new_stream(), sim.new_stream()

@@ -15,6 +15,7 @@ import minidp
 from minidp import DataParallel
 from minidp.errors import ReplicaMismatchError, ShardedStepError
 from minidp.sharded import awaited
+from tests.sharded.test_bits import Lags
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -311,6 +312,23 @@ def test_gradients_are_averages_of_own_rows(ctx, mode):
             p.grad.add_(1.0)  # nobody else reads it
 
 
+@modes
+@on_ranks(2)
+def test_gradients_that_are_changed_while_others_add_up(ctx, mode):
+    """Rank 1 comes late to its sums, of which rank 0 has brought a part."""
+    found = []
+    for lags in (0.0, 0.3):
+        ddp, _ = made(ctx, options=mode)
+        observer = Lags(lags if ctx.rank == 1 else 0.0)
+        ddp._reducer.queue.observers.append(observer)
+        backward(ctx, ddp, 0)
+        grads = [p.grad for p in ddp.parameters() if p.grad is not None]
+        found.append([grad.clone() for grad in grads])
+        for grad in grads:
+            grad.fill_(7.0)
+    assert same(*found)
+
+
 @pytest.mark.parametrize("way", ["module", "wrapper", "by hand", "zeros", "in place"])
 @modes
 @on_ranks(2)
@@ -387,16 +405,17 @@ def test_clipping_by_torch_is_noticed(ctx):
 
 
 class Twice(nn.Module):
-    """Two large parameters, whose gradients lie in one memory."""
+    """Two large parameters, whose gradients lie in one memory: other rows of it."""
 
     def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.ones(6, 10))
-        self.b = nn.Parameter(torch.ones(60))
+        self.b = nn.Parameter(torch.ones(3, 20))
         self.c = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return ((self.a + self.b.view(6, 10)) * x).sum().square() + self.c.sum()
+        flat = self.a.view(-1) + self.b.view(-1)
+        return (flat * x.view(-1)).sum().square() + self.c.sum()
 
 
 @pytest.mark.parametrize("b_is_whole", [False, True])

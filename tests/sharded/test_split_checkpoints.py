@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from minidp import DataParallel
 from minidp.errors import ShardedStepError
 from tests.sharded.test_checkpoints import everybody
-from tests.sharded.test_distributed_checkpoints import folder_of, load, save
+from tests.sharded.test_distributed_checkpoints import folder_of, load, save, state_of
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -166,6 +167,21 @@ def test_a_distributed_checkpoint_on_other_ranks(ctx, tmp_path, name):
                     if len(ranks) == saved:
                         assert same(found, ends[saved])
         torch.distributed.barrier(ctx.group)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_is_written_while_the_training_goes_on(ctx, tmp_path):
+    folder = folder_of(ctx, tmp_path)
+    ddp, optimizer = made(ctx, "adamw")
+    train(ddp, optimizer, range(3))
+    state = state_of(ddp, optimizer)
+    group = torch.distributed.new_group([0, 1], use_local_synchronization=True)
+    future = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+    end = train(ddp, optimizer, range(3, 6))
+    future.result(timeout=20)
+    again = made(ctx, "adamw")
+    load(*again, folder)
+    assert same(end, train(*again, range(3, 6)))
 
 
 class Blocks(torch.optim.Optimizer):
