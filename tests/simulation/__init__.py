@@ -27,7 +27,7 @@ Read the files in this order::
     training     the model, and what must come out
     play         one run
     checks       what must hold after each run
-    scenarios    what the ranks do
+    scenarios/   what the ranks do
     mutants      old races and hangs, put back
 
 What is not simulated: the extension and shared memory (pure Python only), devices and
