@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+import torch
 
 from minidp.errors import MiniDPError
 
@@ -26,6 +29,11 @@ def is_harmless(play: Play) -> bool:
 def check_all(play: Play, inputs: tuple[int, ...] | None = None) -> None:
     """Check gradients, errors, names and times of a training."""
     check_gradients(play, inputs)
+    check_story(play)
+
+
+def check_story(play: Play) -> None:
+    """Check errors, names and times: nothing is said where nothing went wrong."""
     fault = play.fault
     if is_harmless(play):
         check_no_error(play)
@@ -42,10 +50,25 @@ def check_gradients(
 ) -> None:
     """Let all gradients that a step ended with be the reference's."""
     settings = getattr(play.settings, "training", play.settings)
-    right = expected(settings, len(play.scheduler.processes), inputs, skipped)
+    ranks = len(play.scheduler.processes)
+    check_results(play, expected(settings, ranks, inputs, skipped))
+
+
+def check_results(
+    play: Play, right: Sequence[dict[str, torch.Tensor]], *, is_exact: bool = False
+) -> None:
+    """Let what ranks have kept of each step be right.
+
+    Args:
+        play: The run.
+        right: What is right, by step.
+        is_exact: Whether each bit counts.
+    """
     for outcome in play.outcomes:
-        if outcome.grads and (what := differ(outcome.grads, right[outcome.step])):
-            raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
+        if outcome.grads:
+            what = differ(outcome.grads, right[outcome.step], is_exact=is_exact)
+            if what:
+                raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
 
 
 def check_no_error(play: Play) -> None:

@@ -90,6 +90,7 @@ class Process:
     owned: dict[Any, Any] = field(default_factory=dict)
     at_exit: list[Callable[[], object]] = field(default_factory=list)
     torchs: Any = None  # its process groups, as torch knows them
+    numbers: Any = None  # where its random generators are, while others run
     # Called at each seam of this process: faults strike here.
     on_seam: Callable[[Thread, str], None] | None = None
 
@@ -190,6 +191,8 @@ class Scheduler:
         self.finding: BaseException | None = None
         self.is_over = False
         self.current: Thread = None  # type: ignore[assignment]
+        # Gets the process whose threads run no longer, and that whose run now.
+        self.on_switch: Callable[[Process | None, Process], None] | None = None
         self._acting: Process | None = None
         self._driver = threading.Lock()
         self._driver.acquire()
@@ -377,6 +380,9 @@ class Scheduler:
             chosen = self._choose(me, can_run, arrived)
             if isinstance(chosen, Thread):
                 chosen.waits, chosen.deadline = False, None
+                before = None if self.current is None else self.current.process
+                if self.on_switch is not None and before is not chosen.process:
+                    self.on_switch(before, chosen.process)
                 self.current = chosen
                 return chosen
             self.messages.remove(chosen)

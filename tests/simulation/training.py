@@ -141,11 +141,19 @@ def expected(
     return steps
 
 
-def differ(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> str:
+def differ(
+    found: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    *,
+    is_exact: bool = False,
+) -> str:
     """Return what is wrong with gradients, or ""."""
     if found.keys() != right.keys():
         return f"gradients of {sorted(found)} in the place of {sorted(right)}"
     for name, grad in found.items():
-        if not torch.allclose(grad, right[name], rtol=1e-5, atol=1e-6):
+        is_right = torch.equal(grad, right[name])
+        if not is_right and not is_exact:
+            is_right = torch.allclose(grad, right[name], rtol=1e-5, atol=1e-6)
+        if not is_right:
             return f"{name}: {grad.tolist()} in the place of {right[name].tolist()}"
     return ""

@@ -10,6 +10,7 @@ from tests.simulation.faults import Kind
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
+from .logical import check_logical, draw_logical, train_by_logical_ranks
 from .odd import check_legal, check_mistake, draw_legal, draw_mistake, train_oddly
 from .plain import (
     check_join,
@@ -43,6 +44,13 @@ SCENARIOS: dict[str, Scenario] = {
     "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
     "legal": Scenario(train_oddly, draw_legal, check_legal, kinds=_FAULTS),
     "mistake": Scenario(train_oddly, draw_mistake, check_mistake, kinds=_SLOW),
+    "logical": Scenario(
+        train_by_logical_ranks,
+        draw_logical,
+        check_logical,
+        kinds=_FAULTS,
+        has_numbers=True,
+    ),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
 

@@ -24,6 +24,7 @@ class Scenario:
         check: Gets a run that is over, and raises a `Finding`.
         kinds: What may go wrong, the mildest first.
         ranks: Numbers of ranks to choose from.
+        has_numbers: Whether the ranks draw random numbers.
     """
 
     script: Callable[[Rank], None]
@@ -31,11 +32,16 @@ class Scenario:
     check: Callable[[Play], None] = check_all
     kinds: tuple[Kind, ...] = (Kind.NOTHING,)
     ranks: tuple[int, ...] = (2, 3)
+    has_numbers: bool = False
 
     def prepare(self, tape: Tape) -> Play:
         """Draw settings and faults, and return the run."""
         ranks = self.ranks[tape.choose(len(self.ranks))]
-        return Play(self.script, tape, ranks, self.draw(tape), self.kinds)
+        settings = self.draw(tape)
+        has_numbers = self.has_numbers
+        return Play(
+            self.script, tape, ranks, settings, self.kinds, has_numbers=has_numbers
+        )
 
     def play(self, tape: Tape) -> Play:
         """Run it, check it, and return it.
