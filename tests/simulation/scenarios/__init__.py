@@ -23,6 +23,14 @@ from .plain import (
     train_in_join,
 )
 from .scenario import Scenario
+from .sharded import (
+    check_sharded,
+    check_sharded_reset,
+    draw_raising_sharded,
+    draw_sharded,
+    train_sharded,
+    train_sharded_and_reset,
+)
 from .steps import draw_raising
 
 _SLOW = (Kind.NOTHING, Kind.FREEZES, Kind.HEARS_LATE, Kind.IS_SLOW)
@@ -50,6 +58,13 @@ SCENARIOS: dict[str, Scenario] = {
         check_logical,
         kinds=_FAULTS,
         has_numbers=True,
+    ),
+    "sharded": Scenario(train_sharded, draw_sharded, check_sharded, kinds=_FAULTS),
+    "sharded_reset": Scenario(
+        train_sharded_and_reset,
+        draw_raising_sharded,
+        check_sharded_reset,
+        kinds=_FAULTS,
     ),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
