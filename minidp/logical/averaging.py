@@ -454,12 +454,17 @@ class HostSum:
         except RuntimeError as error:  # raised by whoever waits for the sum
             self._error = error
             return True
+        except BaseException as error:  # an interrupt: half of this has been done
+            self._error = RuntimeError(f"{type(error).__name__} in a sum over ranks")
+            raise
         if self._is_done and self._future is not None:
             self._future.set_result(None)
         return self._is_done
 
     def _has_second(self) -> bool:
         """Start the all-gather if it is its turn, and return whether it is started."""
+        if self._error is not None:  # and so has each sum that comes after this one
+            raise self._error
         if self._second is not None:
             return True
         if self._before is not None:

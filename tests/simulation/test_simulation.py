@@ -20,8 +20,10 @@ from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
 from .scenarios import SCENARIOS, warm_up
+from .scenarios.logical import Logical
 from .scheduler import Deadlock, Finding
 from .tape import Tape
+from .training import Settings
 
 # How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
 RUNS = {
@@ -29,6 +31,9 @@ RUNS = {
     "faults": 120,
     "reset": 12,
     "join": 30,
+    "logical": 30,
+    "sharded": 30,
+    "sharded_reset": 20,
     "legal": 40,
     "mistake": 40,
     "leave_out": 10,
@@ -90,15 +95,23 @@ def test_nothing_is_left() -> None:
     assert not dist.is_initialized()
 
 
+PLANS: dict[str, Any] = {
+    "train": Settings(),
+    "join": SCENARIOS["join"].draw(Tape(row=())),
+    "logical": Logical(Settings(steps=2), 5),  # each rank has two sums
+    "sharded": SCENARIOS["sharded"].draw(Tape(row=())),
+}
+
+
 @pytest.mark.parametrize("kind", [Kind.DIES, Kind.DIES_SILENTLY, Kind.INTERRUPTED])
-@pytest.mark.parametrize("name", ["train", "join"])
+@pytest.mark.parametrize("name", PLANS)
 def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
-    """At every third seam: of the constructor, of a step, of the end of `join`."""
-    scenario = SCENARIOS[name]
-    plan = scenario.draw(Tape(row=()))
-    for at in itertools.count(0, 3):
+    """At every seam: of the constructor, of a step, of the end of `join`."""
+    scenario, plan = SCENARIOS[name], PLANS[name]
+    for at in itertools.count():
         fault = Fault(kind, rank=1, at=at)
-        play = Play(scenario.script, Tape(seed=at), 2, plan, fault=fault)
+        tape = Tape(seed=0)  # the same seams each time
+        play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
         play.run()
         scenario.check(play)
         if not fault.has_struck:
