@@ -31,6 +31,7 @@ RUNS = {
     "faults": 120,
     "reset": 12,
     "join": 30,
+    "hangs": 30,
     "logical": 30,
     "sharded": 30,
     "sharded_reset": 20,

@@ -10,6 +10,7 @@ from tests.simulation.faults import Kind
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
+from .hangs import check_reports, draw_busy, train_two
 from .logical import check_logical, draw_logical, train_by_logical_ranks
 from .odd import check_legal, check_mistake, draw_legal, draw_mistake, train_oddly
 from .plain import (
@@ -66,6 +67,7 @@ SCENARIOS: dict[str, Scenario] = {
         check_sharded_reset,
         kinds=_FAULTS,
     ),
+    "hangs": Scenario(train_two, draw_busy, check_reports, kinds=_FAULTS),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
 

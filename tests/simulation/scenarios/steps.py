@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from minidp import DataParallel
+from minidp import DataParallel, attach
 from tests.simulation import training
 from tests.simulation.faults import UsersError
 from tests.simulation.play import Rank
@@ -34,6 +34,11 @@ class Raising:
     step: int
     place: int  # before a forward, before a backward, in a backward, before a step
 
+    def at(self, ctx: Rank, step: int, place: int) -> None:
+        """Raise if this is the place; once."""
+        if is_raising(ctx, step, place):
+            raise UsersError("the user's own")
+
 
 def draw_raising(tape: Tape) -> Raising:
     """Draw a training, and where a rank raises in it."""
@@ -42,14 +47,24 @@ def draw_raising(tape: Tape) -> Raising:
     return Raising(settings, tape.choose(2), step, tape.choose(4))
 
 
+HOOKS = {
+    "torchs": default_hooks.allreduce_hook,
+    "torchs in 16 bits": default_hooks.fp16_compress_hook,
+}
+
+
 def wrapped(ctx: Rank, settings: Settings) -> tuple[DataParallel, Any]:
-    """Return a wrapped net, and its optimizer."""
+    """Return a net that is wrapped or attached, and its optimizer.
+
+    Of a net that is attached it is the hidden wrapper, for what scenarios ask of it.
+    """
     net = Net(ctx.rank)
-    model = DataParallel(net, **settings.constructor)
-    if settings.hook == "torchs":
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    elif settings.hook == "users":
-        model.register_comm_hook(None, users_hook)
+    if settings.is_attached:
+        model = attach(net, **settings.constructor).data_parallel
+    else:
+        model = DataParallel(net, **settings.constructor)
+    if settings.hook is not None:
+        model.register_comm_hook(None, HOOKS.get(settings.hook, users_hook))
     return model, torch.optim.SGD(net.parameters(), LEARNING_RATE)
 
 
@@ -77,10 +92,11 @@ def is_raising(ctx: Rank, step: int, place: int) -> bool:
     return True
 
 
-def maybe_raise(ctx: Rank, step: int, place: int) -> None:
-    """Raise the error of a `Raising` here, once."""
-    if is_raising(ctx, step, place):
-        raise UsersError("the user's own")
+def act_at(ctx: Rank, step: int, place: int) -> None:
+    """Do what the settings want to be done at this place of the script."""
+    at = getattr(ctx.settings, "at", None)
+    if at is not None:
+        at(ctx, step, place)
 
 
 def _raise(_grad: object) -> None:
@@ -97,16 +113,16 @@ def train_step(
             is_local = part < settings.local
             with model.no_sync() if is_local else nullcontext():
                 ctx.point("before a forward")
-                maybe_raise(ctx, step, 0)
-                loss = model(
-                    batch(ctx.rank, step, part), heads_of(settings, ctx.rank, step)
-                )
+                act_at(ctx, step, 0)
+                called = model.module if settings.is_attached else model
+                heads = heads_of(settings, ctx.rank, step)
+                loss = called(batch(ctx.rank, step, part), heads)
                 if settings.items and not is_local:
                     model.count_items(num_items(ctx.rank, step))
                 elif settings.items:
                     model.count_items(0)
                 ctx.point("before a backward")
-                maybe_raise(ctx, step, 1)
+                act_at(ctx, step, 1)
                 hook = None
                 if is_raising(ctx, step, 2):
                     hook = loss.register_hook(_raise)
@@ -118,5 +134,5 @@ def train_step(
             if param.grad is not None
         }
         ctx.point("before a step")
-        maybe_raise(ctx, step, 3)
+        act_at(ctx, step, 3)
         optimizer.step()
