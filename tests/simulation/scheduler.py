@@ -185,6 +185,7 @@ class Scheduler:
         self.time = 1000.0
         self.processes = [Process(rank) for rank in range(ranks)]
         self.threads: list[Thread] = []
+        self._alive: list[Thread] = []  # those that are not over
         self.messages: list[Message] = []
         self.account: list[tuple[float, int, str, str]] = []
         self.num_seams = 0
@@ -222,6 +223,7 @@ class Scheduler:
     def add(self, thread: Thread) -> None:
         thread.process.threads.append(thread)
         self.threads.append(thread)
+        self._alive.append(thread)
         if self._style is Style.BY_PRIORITY:
             thread.priority = 1.0 + self.tape.choose(1000)
 
@@ -292,6 +294,7 @@ class Scheduler:
 
     def leave(self, thread: Thread) -> None:
         """End a thread, and hand the baton over for good."""
+        self._alive.remove(thread)
         if thread.error is not None and self.finding is None:
             if isinstance(thread.error, Finding):
                 self.finding = thread.error
@@ -392,22 +395,28 @@ class Scheduler:
         """Return who can run, what can arrive, and when something else can happen."""
         time, later = self.time, math.inf
         can_run, arrived = [], []
-        for each in self.threads:
-            if each.is_over or (each.waits and each.deadline is None):
-                continue
-            until = max(each.process.frozen_until, each.slow_until)
-            if each.deadline is not None:
-                until = max(until, each.deadline)
+        for each in self._alive:  # this runs at each seam, so it calls nothing
+            until = each.deadline
+            if until is None:
+                if each.waits:
+                    continue
+                until = 0.0
+            if each.slow_until > until:
+                until = each.slow_until
+            if each.process.frozen_until > until:
+                until = each.process.frozen_until
             if until <= time:
                 can_run.append(each)
-            else:
-                later = min(later, until)
+            elif until < later:
+                later = until
         for message in self.messages:
-            until = max(message.time, message.process.frozen_until)
+            until = message.time
+            if message.process.frozen_until > until:
+                until = message.process.frozen_until
             if until <= time:
                 arrived.append(message)
-            else:
-                later = min(later, until)
+            elif until < later:
+                later = until
         return can_run, arrived, later
 
     def _choose(

@@ -80,7 +80,9 @@ def train_two(ctx: Rank) -> None:
     busy: Busy = ctx.settings
     settings = busy.training
     with ctx.step(-1) as outcome:
-        outcome.num_waits = 2
+        # A rank of which nothing was heard yet may be on its way: "auto" lets it take
+        # as long as the group allows.
+        outcome.num_waits = 7 if busy.is_patient else 2
         models = [wrapped(ctx, settings) for _ in range(2)]
     for step in range(settings.steps):
         for number, (model, optimizer) in enumerate(models):
