@@ -392,10 +392,26 @@ class Scheduler:
             self._deliver(chosen)
 
     def _possible(self) -> tuple[list[Thread], list[Message], float]:
-        """Return who can run, what can arrive, and when something else can happen."""
-        time, later = self.time, math.inf
-        can_run, arrived = [], []
-        for each in self._alive:  # this runs at each seam, so it calls nothing
+        """Return who can run, what can arrive, and when something else can happen.
+
+        It is called at each seam, and so it and the next one call nothing themselves.
+        """
+        can_run, first = self._threads_that_can()
+        arrived, later = [], first
+        for message in self.messages:
+            until = message.time
+            if message.process.frozen_until > until:
+                until = message.process.frozen_until
+            if until <= self.time:
+                arrived.append(message)
+            elif until < later:
+                later = until
+        return can_run, arrived, later
+
+    def _threads_that_can(self) -> tuple[list[Thread], float]:
+        """Return which threads can run, and when another one can."""
+        can_run, later = [], math.inf
+        for each in self._alive:
             until = each.deadline
             if until is None:
                 if each.waits:
@@ -405,19 +421,11 @@ class Scheduler:
                 until = each.slow_until
             if each.process.frozen_until > until:
                 until = each.process.frozen_until
-            if until <= time:
+            if until <= self.time:
                 can_run.append(each)
             elif until < later:
                 later = until
-        for message in self.messages:
-            until = message.time
-            if message.process.frozen_until > until:
-                until = message.process.frozen_until
-            if until <= time:
-                arrived.append(message)
-            elif until < later:
-                later = until
-        return can_run, arrived, later
+        return can_run, later
 
     def _choose(
         self, me: Thread | None, can_run: list[Thread], arrived: list[Message]

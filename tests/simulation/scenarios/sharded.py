@@ -31,6 +31,7 @@ PLACES = (
     "after a backward",
     "in a step",
     "after a step",
+    SKIPS := "in the place of a step",  # where it raises nothing, and goes on
 )
 
 
@@ -44,8 +45,8 @@ class Sharded:
         overlaps: Whether new values come while the next forward runs.
         reads: Whether the script reads all parameters after each step.
         clips: Whether gradients are clipped.
-        rank, step, place: Where a rank raises once, before all call `reset`; if
-            anywhere.
+        rank, step, place: Where a rank raises once, before all call `reset`, or leaves
+            out a step; if anywhere.
     """
 
     training: Settings
@@ -161,6 +162,8 @@ def _step(
         if settings.clips:
             model.clip_grad_norm_(0.5)
         ctx.point("before a step")
+        if _is_raising(ctx, step, SKIPS):
+            return outcome
         optimizer.raises = _is_raising(ctx, step, "in a step")
         optimizer.step()
         _point(ctx, step, "after a step")
