@@ -13,12 +13,13 @@ first: the system closes it when the process of the store ends.
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import sys
 import sysconfig
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,7 +160,7 @@ def _is_library(frame: FrameType) -> bool:
 
 def _name(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
 # ----------------------------------------------------------------------- the store
@@ -198,7 +199,7 @@ class Channel:
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
         if status is not None:
-            post_json(self._store, "status", self.rank, asdict(status))
+            post_json(self._store, "status", self.rank, vars(status))
         while self.outgoing:
             number = self._store.add("alarms", 1)
             post_json(self._store, "alarm", number, self.outgoing[0])
