@@ -22,7 +22,6 @@ import torch
 
 from minidp import world
 from minidp.comm import FutureWork, PeerReport
-from minidp.errors import listed
 
 from .rank_status import DELETED, ENDED, Channel, RankStatus
 
@@ -73,8 +72,6 @@ class MissingRanks:
         ]
 
     def _is_late(self, rank: int, started: int) -> bool:
-        if rank in self._alarms:  # it gave up, or has ended, after it had started this
-            return False
         status = self._statuses.get(rank)
         if status is None:
             return not self._is_store_lost
@@ -90,15 +87,13 @@ class MissingRanks:
         that is also said of a rank that has published no status. And it may if all
         ranks have come, the last of them a moment ago.
         """
-        left = [r for r in self._others if r not in self._alarms]
-        found = [self._statuses[r] for r in left if r in self._statuses]
-        waiting = [s for s in found if s.waits or s.wait_description]
+        waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
         has_just_come = not self.absent and any(
             status.started >= self._started and status.seconds < _JUST_COME_SECONDS
             for status in waiting
         )
         is_any_gone = self._silent or self._gone
-        is_any_free = len(waiting) < len(left)
+        is_any_free = len(waiting) < len(self._others)
         return not is_any_gone and (is_any_free or has_just_come)
 
     def to_text(self) -> str:
@@ -114,11 +109,6 @@ class MissingRanks:
                 "All ranks are running, but they wait in different places, or their "
                 "messages do not arrive."
             )
-            if gone := sorted(self._alarms):
-                head = (
-                    f"Nobody is missing, but rank {listed(gone)} has gone meanwhile, "
-                    "perhaps before all of its messages had come."
-                )
         return " ".join([head, *(self._tell(rank) for rank in told[:_MAX_TOLD])])
 
     def _tell(self, rank: int) -> str:
@@ -199,8 +189,7 @@ class Inquiry(FutureWork):
         is_over = is_explained or is_complete or world.now() > self._deadline
         if is_over or problem:
             is_known = not is_explained and not problem
-            # Who has said goodbye publishes nothing any more, and is not silent.
-            silent = statuses.keys() - running - alarms.keys() if is_known else ()
+            silent = statuses.keys() - running if is_known else ()
             found = MissingRanks(channel, self._started, silent)
             text = found.to_text() if found.absent or not problem else ""
             may_come = found.may_still_come() and not problem
