@@ -223,13 +223,6 @@ MUTANTS = [
         "hangs",
     ),
     Mutant(
-        "a rank that has ended well is missing in what it has started",
-        "hang/report.py",
-        "        self._silent = {*silent} - {*self._done}",
-        "        self._silent = {*silent}",
-        "logical",
-    ),
-    Mutant(
         "ranks are blamed that wait for the one that gave up",
         "hang/report.py",
         "        self.absent = self._gone or [\n"
