@@ -29,6 +29,7 @@ Read the files in this order::
     checks       what must hold after each run
     scenarios/   what the ranks do
     mutants      old races and hangs, put back
+    own          a training function of your own
 
 What is not simulated: the extension and shared memory (pure Python only), devices and
 their streams, sparse gradients, the end of an interpreter, two threads of one rank that

@@ -387,6 +387,15 @@ class Group:
         return self._launch("allgather", inputs, outputs, write, shape=shape)
 
     @of_the_system
+    def _allgather_base(
+        self, output: torch.Tensor, mine: torch.Tensor, _options: Any = None
+    ) -> Work:
+        rows = output.view(self.size(), mine.numel())
+        return self.allgather([list(rows.unbind())], [mine.view(-1)])
+
+    all_gather_single = _allgather_base  # as torch 2.13 calls it
+
+    @of_the_system
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -396,7 +405,7 @@ class Group:
         _options: Any = None,
     ) -> Work:
         me, size = self.rank(), self.size()
-        to_send = to_send or [len(mine) // size] * size
+        to_send = list(to_send) or [len(mine) // size] * size
 
         def write(parts: list[Launch]) -> None:
             pieces = [each.sent[0].split(each.to_send)[me] for each in parts]  # type: ignore[attr-defined]
@@ -406,8 +415,10 @@ class Group:
         self._wire.launches[self._process.rank][-1].to_send = to_send  # type: ignore[attr-defined]
         return work
 
+    all_to_all_single = alltoall_base  # as torch 2.13 calls it
+
     @of_the_system
-    def barrier(self, _options: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         return self._launch("barrier", [], [], lambda _parts: None)
 
 

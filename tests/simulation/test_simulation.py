@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from minidp import world
 
+from . import own
 from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
@@ -171,6 +172,28 @@ def test_a_wait_takes_no_time():
     play.run()
     assert play.scheduler.time > 3600
     assert play.scheduler.num_seams < 10
+
+
+def races(rank: int) -> None:
+    """A script with a race: whether rank 1 takes part depends on who is first."""
+    store = c10d._get_default_store()
+    if rank == 0:
+        store.set("ready", "")
+        dist.all_reduce(torch.ones(2))
+    elif store.check(["ready"]):
+        dist.all_reduce(torch.ones(2))
+    dist.barrier()
+
+
+def test_the_race_of_a_users_function_is_found_and_replayed():
+    seed = own.find(races, range(100))
+    assert seed is not None
+    accounts = set()
+    for _ in range(2):
+        with pytest.raises(Finding, match="is matched with") as caught:
+            own.play(races, seed)
+        accounts.add(caught.value.play.tell())  # type: ignore[attr-defined]
+    assert len(accounts) == 1
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
