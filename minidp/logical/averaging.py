@@ -392,6 +392,7 @@ class HostSum:
         self._before = started[-1] if started else None
         self._error: Exception | None = None
         self._is_done = False
+        self._began = world.now()
         self._future: Future[Any] | None = None
         self._arrived: Tensor | None
         self._first: comm.Work | None
@@ -411,7 +412,9 @@ class HostSum:
             left = deadline - world.now()
             if left <= 0:
                 return False
-            comm.is_done_within(self._awaited, min(left, _GLANCE_SECONDS))
+            # Whoever has waited for long need not look so often.
+            glance = max(_GLANCE_SECONDS, (world.now() - self._began) / 100)
+            comm.is_done_within(self._awaited, min(left, glance))
             for each in self._started:
                 each._advance()
         return True

@@ -70,6 +70,8 @@ def draw(tape: Tape) -> Settings:
 class Net(nn.Module):
     """Two layers and two heads, of which a forward may leave one out."""
 
+    seen: torch.Tensor  # a buffer
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 2)

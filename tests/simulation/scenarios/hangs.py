@@ -108,7 +108,8 @@ def check_reports(play: Play) -> None:
             _check_told(play)
         return
     culprits = {fault.rank} if fault.has_struck else set()
-    culprits |= {busy.rank} if is_late else set()
+    # It has not come, which a report says even if it might still come in time.
+    culprits |= {busy.rank} if is_late or busy.seconds else set()
     check_errors(
         play,
         culprits,
