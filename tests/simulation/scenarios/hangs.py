@@ -116,6 +116,7 @@ def check_reports(play: Play) -> None:
         must_name=fault.kind is not Kind.HEARS_LATE,
         limit=busy.limit,
         busy=busy.seconds if busy.is_patient or not is_late else 0.0,
+        has_two_wrappers=True,
     )
     if not is_late or fault.has_struck:
         return
