@@ -466,7 +466,7 @@ class HostSum:
 
     def _has_second(self) -> bool:
         """Start the all-gather if it is its turn, and return whether it is started."""
-        if self._error is not None:  # and so has each sum that comes after this one
+        if self._error is not None:  # sums that were started later fail with it
             raise self._error
         if self._second is not None:
             return True

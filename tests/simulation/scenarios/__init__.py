@@ -1,4 +1,9 @@
-"""What simulated ranks do: one function for each scenario."""
+"""What simulated ranks do: one function for each scenario.
+
+`scenario` says what a scenario is, and `steps` what a rank does in a step. Then each
+file has a subject: `plain` (train, reset, join), `odd` (something unusual in one step),
+`hangs` (who is named), `logical` (logical ranks), `sharded` (divided steps).
+"""
 
 from __future__ import annotations
 
