@@ -34,6 +34,7 @@ RUNS = {
     "join": 30,
     "hangs": 30,
     "logical": 30,
+    "logical_reset": 20,
     "sharded": 30,
     "sharded_reset": 20,
     "legal": 40,

@@ -16,7 +16,14 @@ from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
 from .hangs import check_reports, draw_busy, train_two
-from .logical import check_logical, draw_logical, train_by_logical_ranks
+from .logical import (
+    check_logical,
+    check_logical_reset,
+    draw_logical,
+    draw_raising_logical,
+    train_by_logical_ranks,
+    train_by_logical_ranks_and_reset,
+)
 from .odd import check_legal, check_mistake, draw_legal, draw_mistake, train_oddly
 from .plain import (
     check_join,
@@ -62,6 +69,13 @@ SCENARIOS: dict[str, Scenario] = {
         train_by_logical_ranks,
         draw_logical,
         check_logical,
+        kinds=_FAULTS,
+        has_numbers=True,
+    ),
+    "logical_reset": Scenario(
+        train_by_logical_ranks_and_reset,
+        draw_raising_logical,
+        check_logical_reset,
         kinds=_FAULTS,
         has_numbers=True,
     ),
