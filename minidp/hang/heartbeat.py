@@ -217,10 +217,10 @@ class Heartbeat(PeerMonitor):
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
                 # On a device this rank does not notice by itself that it waits.
                 may_wait = communicator.is_late or communicator.is_on_device
-                if is_asked or may_wait:
-                    channel.read_alarms()
                 if questions:
                     channel.read_statuses({*range(channel.size)} - {self.rank})
+                if is_asked or may_wait:  # not before the statuses: see `Channel.send`
+                    channel.read_alarms()
                 for topic, rider in list(self._riders.items()):
                     self._carry(channel, topic, rider)
         except RuntimeError as error:

@@ -190,19 +190,22 @@ class Channel:
         self.outgoing: list[Alarm] = []  # of this rank, still to be sent
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish a status, if there is one, and all alarms in `outgoing`.
+        """Publish all alarms in `outgoing`, and a status, if there is one.
+
+        The alarms come first, and others read them last. So nobody sees that a rank
+        waits no longer, but not that it has given up.
 
         Raises:
             RuntimeError: The store fails, or its host is gone.
         """
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
-        if status is not None:
-            post_json(self._store, "status", self.rank, asdict(status))
         while self.outgoing:
             number = self._store.add("alarms", 1)
             post_json(self._store, "alarm", number, self.outgoing[0])
             del self.outgoing[0]  # only now: an alarm that failed is still to be sent
+        if status is not None:
+            post_json(self._store, "status", self.rank, asdict(status))
 
     def lose(self, error: RuntimeError) -> None:
         """Keep the reason why the store failed, as a text for reports."""

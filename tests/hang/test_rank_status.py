@@ -65,6 +65,21 @@ def test_an_alarm_that_could_not_be_sent_hides_no_other(channels):
     assert alarms_on(channels[0]) == {1: "first", 2: "of another"}
 
 
+def test_an_alarm_is_sent_before_a_status_that_shows_no_wait(channels):
+    """Else another rank could see the one without the other, and blame a bystander."""
+    sender, keys = channels[1], []
+    store = sender._store
+
+    class Listening(Failing):
+        def set(self, key, value):
+            keys.append(key.partition("/")[0])
+            store.set(key, value)
+
+    sender._store = Listening(store)
+    send(sender, (4, "boo"), started=4)
+    assert keys == ["alarm", "status"]
+
+
 def test_a_connection_is_closed_when_the_host_of_the_store_ends():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)

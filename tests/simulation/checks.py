@@ -100,8 +100,6 @@ def _names(rank: int, text: str) -> bool:
 def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
     """Let an error blame no rank that has done nothing, and take no dead one to run."""
     failed = {each.rank for each in play.outcomes if each.error is not None}
-    if play.fault.kind is Kind.HEARS_LATE:  # who has finished is gone, and is told so
-        failed |= {r for r, error in play.ends.items() if error is None}
     named = {int(r) for found in ABSENT.findall(told) for r in found.split(",")}
     gave_up = {r for r in failed if _has_given_up(r, told)}
     if wrong := named - culprits - gave_up:
