@@ -74,9 +74,15 @@ def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
         what = f"rank {outcome.rank}, step {outcome.step}: {_line(error)}"
         if not isinstance(error, MiniDPError):
             raise Finding(f"an error that is not minidp's: {what}")
-        if outcome.rank not in culprits:
+        is_innocent = outcome.rank not in culprits
+        # Who hears late is to blame no other rank, and is none to be blamed either.
+        if is_innocent or play.fault.kind is Kind.HEARS_LATE:
             _check_names(play, str(error).partition("]")[2], culprits, what)
-            if must_name and not any(_names(r, str(error)) for r in culprits):
+            if (
+                is_innocent
+                and must_name
+                and not any(_names(r, str(error)) for r in culprits)
+            ):
                 raise Finding(f"the error does not name rank {culprits}: {what}")
 
 
