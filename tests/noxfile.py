@@ -31,10 +31,6 @@ os.environ["PATH"] = os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH
 NOT_SLOW = "not slow and not gpu"
 SOON_OVER = f"{NOT_SLOW} and not fresh"
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
-STREAMS_OF_HOOKS = (
-    "tests/accelerator/test_removal.py"
-    "::test_the_loss_of_a_call_for_the_extension_is_noticed"
-)
 # Two per core, because many tests wait for other processes.
 CORES = len(os.sched_getaffinity(0))
 WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(2 * CORES, 8)))
@@ -86,13 +82,12 @@ NATIVE = (
     *tests("wrong_uses", "wrong_words"),
     # On a device: who writes a bucket on which stream, and what keeps its memory.
     *tests("accelerator", "features", "audit_order", "waits", "lifetimes", "memory"),
-    STREAMS_OF_HOOKS,
 )
 
 # The reference in Python: all tests but those in folders that have stages of their own.
 APART = folders("native", "packaging", "page", "torchft", "trainers")
 REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
-IS_REFERENCE = "not (fault or native or gpu)"
+IS_REFERENCE = "not (fault or native or gpu or mutants)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
 FAULT = f"fault and {NOT_SLOW}"
@@ -386,8 +381,12 @@ def messages(session: nox.Session) -> None:
 
 @stage("nightly")
 def mutants(session: nox.Session) -> None:
-    """The fast tests fail for each of many wrong gradients."""
+    """The fast tests fail for each of many wrong gradients; each wait is needed."""
     session.run(PYTHON, "-m", "tests.mutants")
+    build(session)
+    words = (*tests("accelerator", "removal"), "--timeout", "600")
+    pytest(session, *words, marked="mutants and not native")
+    pytest(session, *words, marked="mutants and native", native=True)
 
 
 @stage("nightly")

@@ -411,6 +411,7 @@ def run_without(ctx: Any, site: removal.Site, number: int | None) -> None:
         sim.delay(0, seed=0)  # which a trial that fails has left
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     "site", [site for site in SITES if site not in ONLY_OF_EXTENSION], ids=str
 )
@@ -428,6 +429,7 @@ def test_the_loss_of_a_call_is_noticed(pool, site):
 
 
 @pytest.mark.native
+@pytest.mark.mutants
 @pytest.mark.usefixtures("_extension")
 @pytest.mark.parametrize("site", ONLY_OF_EXTENSION, ids=str)
 def test_the_loss_of_a_call_for_the_extension_is_noticed(pool, site):
@@ -444,6 +446,7 @@ def run_without_marks_of_extension(ctx: Any, number: int) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.mutants
 @pytest.mark.usefixtures("_extension")
 @pytest.mark.parametrize("number", range(len(BY_EXTENSION)))
 def test_the_loss_of_a_mark_of_the_extension_is_noticed(pool, number):
@@ -489,6 +492,7 @@ def devices_with_races(ctx: Any, site: removal.Site) -> list[int]:
     return []
 
 
+@pytest.mark.mutants
 def test_the_loss_of_a_wait_is_noticed_on_each_device(pool):
     name = "accelerator.py BucketStreams.gather current.wait_stream"
     (site,) = (site for site in SITES if str(site) == name)
