@@ -64,6 +64,7 @@ class Question(Protocol):
     stepped: set[int]  # ranks that have made the coming optimizer step already
     reducing: set[int]  # ranks that are in the next backward without it
     gone: set[int]  # ranks that are further, wait elsewhere, or have ended
+    ahead: set[int]  # those of them that are further, or have ended: they never come
 
     def drop(self) -> None:
         """Forget the question: nobody waits for the answer any more."""
@@ -310,6 +311,15 @@ class Communicator:
     def started(self) -> int:
         """How many collectives this rank has started since the last `reset`."""
         return self.tally.started
+
+    @property
+    def answers_questions(self) -> bool:
+        """Whether ranks that wait in collectives answer questions meanwhile.
+
+        They do if they wait in slices (`answerers`): not on a device, and not without a
+        limit.
+        """
+        return self.limit is not None and self._is_timed
 
     @property
     def _awaited(self) -> int:

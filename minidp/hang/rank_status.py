@@ -193,8 +193,8 @@ class Channel:
     def send(self, status: RankStatus | None) -> None:
         """Publish all alarms in `outgoing`, and a status, if there is one.
 
-        The alarms come first, and others read them last. So nobody sees that a rank
-        waits no longer, but not that it has given up.
+        The alarms come first, and others read them last (`read_news`). So nobody sees
+        that a rank waits no longer, but not that it has given up.
 
         Raises:
             RuntimeError: The store fails, or its host is gone.
@@ -216,6 +216,17 @@ class Channel:
             "gone, and with it the process that hosted it (rank 0, or torchrun's "
             f"agent): {first_line}."
         )
+
+    def read_news(self, *, statuses: bool, alarms: bool) -> None:
+        """Read the statuses of all other ranks, or their alarms, or both.
+
+        Raises:
+            RuntimeError: The store fails.
+        """
+        if statuses:
+            self.read_statuses({*range(self.size)} - {self.rank})
+        if alarms:
+            self.read_alarms()
 
     def read_alarms(self) -> None:
         """Set `alarms` to the first valid alarm of each other rank.

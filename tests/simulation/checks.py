@@ -125,14 +125,16 @@ def check_errors(
         what = f"rank {outcome.rank}, step {outcome.step}: {_line(error)}"
         if not isinstance(error, MiniDPError):
             raise Finding(f"an error that is not minidp's: {what}")
-        if outcome.rank not in culprits:
-            told = str(error).partition("]")[2]
-            elsewhere = {int(r) for r in ELSEWHERE.findall(told)}
-            excused = culprits | elsewhere if has_two_wrappers else culprits
-            if outcome.step >= 0:
-                _check_names(play, told, excused, what)
-            if must_name and not any(_names(r, str(error)) for r in culprits):
-                raise Finding(f"the error does not name rank {culprits}: {what}")
+        is_innocent = outcome.rank not in culprits
+        told = str(error).partition("]")[2]
+        elsewhere = {int(r) for r in ELSEWHERE.findall(told)}
+        excused = culprits | elsewhere if has_two_wrappers else culprits
+        # Who hears late is to blame no other rank, and is none to be blamed either.
+        if outcome.step >= 0 and (is_innocent or play.fault.kind is Kind.HEARS_LATE):
+            _check_names(play, told, excused, what)
+        is_named = any(_names(r, str(error)) for r in culprits)
+        if is_innocent and must_name and not is_named:
+            raise Finding(f"the error does not name rank {culprits}: {what}")
 
 
 def _line(error: BaseException) -> str:

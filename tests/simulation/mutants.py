@@ -239,6 +239,19 @@ MUTANTS = [
         "        pass",
         "reset",
     ),
+    Mutant(
+        "nothing is asked again that a late rank has left open",
+        "guard/comparison.py",
+        "            awaited = absent - passed.ahead\n",
+        "            awaited = nobody\n",
+        "mistake",
+    ),
+    Mutant(
+        "a rank that ended after its part is missing",
+        "hang/report.py",
+        "if alarm.why in _GONE and rank not in self._gone",
+        "if False",
+    ),
 ]
 
 

@@ -22,6 +22,7 @@ from .mutants import MUTANTS, changed
 from .play import Play, Rank
 from .scenarios import SCENARIOS, warm_up
 from .scenarios.logical import Logical
+from .scenarios.odd import Odd, train_oddly
 from .scheduler import Deadlock, Finding
 from .tape import Tape
 from .training import Settings
@@ -120,6 +121,35 @@ def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
         if not fault.has_struck:
             break
     assert at > 60
+
+
+LATE = [Kind.HEARS_LATE, Kind.IS_SLOW]
+
+
+def num_late_runs(scenario: str, odd: Odd, kind: Kind, stride: int = 1) -> int:
+    """Let rank 0 be late, for 8 s or 25 s, at every so many-th seam; check each run."""
+    for at in itertools.count(0, stride):
+        fault = Fault(kind, rank=0, at=at, seconds=(8.0, 25.0)[at % 2])
+        play = Play(train_oddly, Tape(seed=at), 2 + at % 2, odd, fault=fault)
+        play.run()
+        SCENARIOS[scenario].check(play)
+        if not fault.has_struck:
+            return at
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_to_be_late_is_no_mistake(kind: Kind) -> None:
+    odd = Odd(Settings(steps=4), "by hand", step=1)
+    assert num_late_runs("legal", odd, kind) > 60
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_a_step_that_is_left_out_is_found_though_another_rank_is_late(
+    kind: Kind,
+) -> None:
+    odd = Odd(Settings(steps=6), "skip", step=1, who=1)
+    assert num_late_runs("mistake", odd, kind, stride=3) > 30
 
 
 # ---------------------------------------------- what the simulation itself can find
