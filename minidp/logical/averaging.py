@@ -417,6 +417,7 @@ class HostSum:
         self._before = started[-1] if started else None
         self._error: Exception | None = None
         self._is_done = False
+        self._began = world.now()
         self._future: Future[Any] | None = None
         self._arrived: Tensor | None
         self._first: comm.Work | None
@@ -436,7 +437,9 @@ class HostSum:
             left = deadline - world.now()
             if left <= 0:
                 return False
-            comm.is_done_within(self._awaited, min(left, _GLANCE_SECONDS))
+            # Whoever has waited for long need not look so often.
+            glance = max(_GLANCE_SECONDS, (world.now() - self._began) / 100)
+            comm.is_done_within(self._awaited, min(left, glance))
             for each in self._started:
                 each._advance()
         return True
@@ -479,12 +482,17 @@ class HostSum:
         except RuntimeError as error:  # raised by whoever waits for the sum
             self._error = error
             return True
+        except BaseException as error:  # an interrupt: half of this has been done
+            self._error = RuntimeError(f"{type(error).__name__} in a sum over ranks")
+            raise
         if self._is_done and self._future is not None:
             self._future.set_result(None)
         return self._is_done
 
     def _has_second(self) -> bool:
         """Start the all-gather if it is its turn, and return whether it is started."""
+        if self._error is not None:  # sums that were started later fail with it
+            raise self._error
         if self._second is not None:
             return True
         if self._before is not None:

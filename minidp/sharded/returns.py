@@ -25,7 +25,7 @@ from minidp.core import Reducer, copy_each, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
-from .awaited import LOCK, await_values, can_be_awaited, release
+from .awaited import await_values, can_be_awaited, lock, release
 from .bucket import Room, ShardedBucket
 from .owners import Stretch
 from .pieces import Piece, Pieces, cut
@@ -101,7 +101,7 @@ class Returns:
                 self._finish(each)
 
     def _finish(self, one: Return) -> None:
-        with LOCK:
+        with lock():
             if one not in self._open:  # another thread was faster
                 return
             try:
@@ -115,7 +115,7 @@ class Returns:
 
     def drop(self) -> None:
         """Forget what is on its way, without waiting."""
-        with LOCK:
+        with lock():
             for each in self._open:
                 each.drop()
             self._open = []
