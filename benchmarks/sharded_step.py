@@ -1,6 +1,6 @@
 """What does a whole step take if the ranks divide the optimizer's work among them?
 
-    python benchmarks/sharded_step.py                   # 10 minutes
+    python benchmarks/sharded_step.py                   # 12 minutes
     python benchmarks/sharded_step.py --cells layers    # while working
     python benchmarks/sharded_step.py --smoke           # does it run? no numbers
 
@@ -14,7 +14,9 @@ Cells:
   layers    MLP, 24 layers of 4 MiB
   resnet50  the parameters of ResNet-50, 98 MiB, and no arithmetic that hides anything
   gpt2      the parameters of GPT-2 small, 475 MiB, likewise
-  link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory
+  link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory.
+            Where parameters from 1 MiB on are divided by rows (split), a message goes
+            in both directions at once
 
 Columns: a step's share of a turn on the slowest rank, its ratio to torch's DDP with
 AdamW in the same round, the optimizer's state on the rank that has most of it, the peak
@@ -72,6 +74,7 @@ IN_BACKWARD = "minidp, sharded_step, in backward"
 SMALL_SHARDED = "minidp, buckets of 4 MiB"
 SMALL_IN_BACKWARD = "in backward, buckets of 4 MiB"
 SMALL_BOTH = "overlap, in backward, buckets of 4 MiB"
+SMALL_SPLIT = "split, overlap, buckets of 4 MiB"
 LINK = Link(1.0)
 TIMES = "forward, backward, optimizer.step() and zero_grad()"
 WARM_UP = 2  # turns
@@ -133,6 +136,7 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     SMALL_IN_BACKWARD: partial(_sharded, in_backward=True, bucket_cap_mb=4),
     SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
     SMALL_BOTH: partial(_sharded, overlaps=True, in_backward=True, bucket_cap_mb=4),
+    SMALL_SPLIT: partial(_sharded, overlaps=True, split=1.0, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
     "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED, IN_BACKWARD),
@@ -314,7 +318,7 @@ def _report(
 def _verdicts(
     cell: str, found: dict[str, Found], bounds: Times | None
 ) -> list[Verdict]:
-    name = SMALL if cell == "link" else SHARDED
+    name = SMALL_SPLIT if cell == "link" else SHARDED
     limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
     verdicts = [
         Verdict(f"{cell}: {name} / {base}", _ratio(found, name, base), limit)

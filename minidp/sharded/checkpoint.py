@@ -204,16 +204,20 @@ def keep_own(
     """
     split = owners.split(reducer.rank, stepper)
     for i, param in enumerate(reducer.params):
-        if owners.stepper[i] != stepper:
+        if owners.stepper[i] != stepper or param not in optimizer.state:
             continue
         if not owners.has_part(reducer.rank, i):
-            optimizer.state.pop(param, None)
-        elif i in split and param in optimizer.state:
-            state = optimizer.state[param]
-            for key, value in state.items():
-                if is_like(value, param.shape):
-                    state[key] = value[split[i]].clone()
-            check_rows(state, param.shape, split[i], reducer, i)
+            del optimizer.state[param]
+        elif i in split:
+            _keep_rows(optimizer.state[param], param.shape, split[i])
+            check_rows(optimizer.state[param], param.shape, split[i], reducer, i)
+
+
+def _keep_rows(state: dict[Any, Any], shape: Sequence[int], rows: slice) -> None:
+    """Drop the rows of other ranks from a state that may be whole."""
+    for key, value in state.items():
+        if is_like(value, shape):
+            state[key] = value[rows].clone()
 
 
 def is_like(value: object, shape: Sequence[int]) -> TypeGuard[Tensor]:

@@ -107,6 +107,7 @@ KNOWS_TORCH_DISTRIBUTED = {
     "data_parallel/join",
     "data_parallel/parts",
     "data_parallel/wrapper",  # torch's Joinable
+    "sharded/distributed_checkpoint",  # DTensor, as a form of rows
     "torch_compat/names",
     "torchft/quorum",  # what to reduce by
     "run/ranks",  # starts processes, as torchrun

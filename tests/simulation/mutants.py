@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "a divided step asks nobody",
         "sharded/step.py",
-        "        self._agree(Intent(Act.STEP, number, problems), held)\n",
+        "        self.agree(Intent(Act.STEP, number, problems), held)\n",
         "",
         "sharded_reset",
     ),
@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         "values that are on their way outlive a reset",
         "sharded/step.py",
-        "        self._returns.drop()\n",
+        "        self.returns.drop()\n",
         "",
         "sharded_reset",
     ),
