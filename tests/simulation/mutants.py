@@ -18,6 +18,8 @@ because simulation cannot reach them or nothing depends on them any more:
 * Alarms of a rank that has gone on: each `reset()` moves to another place of the store,
   where old alarms do not count. A rank that fails tells it, and so does the `reset()`
   that follows, and so does the wait that failed: each of them alone is enough.
+* A rank that waits and does not say so: the block around a wait says it, and so does
+  the wait.
 * Groups of forwards that outlive a reset: a collective that has failed there makes
   `reset()` leave the default group as well.
 * Numbers of backwards on which no reset agrees: nothing in these scenarios, which copy
@@ -200,13 +202,6 @@ MUTANTS = [
         "        self.returns.drop()\n",
         "",
         "sharded_reset",
-    ),
-    Mutant(
-        "a rank that waits does not say so",
-        "comm/communicator.py",
-        "            with waiting():\n                if self.limit is None",
-        "            if True:\n                if self.limit is None",
-        "hangs",
     ),
     Mutant(
         "a busy rank is given up like one that is gone",

@@ -112,7 +112,7 @@ PLANS: dict[str, Any] = {
 def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
     """At every seam, or every third: of the constructor, of steps, of `join`."""
     scenario, plan = SCENARIOS[name], PLANS[name]
-    for at in itertools.count(0, 1 if name in ("logical", "sharded") else 3):
+    for at in itertools.count(0, 1 if name == "logical" else 3):
         fault = Fault(kind, rank=1, at=at)
         tape = Tape(seed=0)  # the same seams each time
         play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
