@@ -27,6 +27,8 @@ from .scheduler import Deadlock, Finding
 from .tape import Tape
 from .training import Settings
 
+pytestmark = pytest.mark.laws
+
 # How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
 RUNS = {
     "train": 60,
