@@ -289,9 +289,10 @@ def test_the_next_backward_waits_for_sums_of_others(ctx):
     assert same(*found)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-@on_ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("options", "overlaps"), [({}, True), ({"gradient_as_bucket_view": True}, False)]
+)
+@on_ranks(2, 4)
 def test_messages_in_pieces_have_the_same_bits(ctx, options, overlaps):
     how, more = {"to_none": False}, {"overlap_param_gather": overlaps}
     found = []
