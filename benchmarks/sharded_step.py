@@ -1,6 +1,6 @@
 """What does a whole step take if the ranks divide the optimizer's work among them?
 
-    python benchmarks/sharded_step.py                   # 10 minutes
+    python benchmarks/sharded_step.py                   # 12 minutes
     python benchmarks/sharded_step.py --cells layers    # while working
     python benchmarks/sharded_step.py --smoke           # does it run? no numbers
 
@@ -14,7 +14,9 @@ Cells:
   layers    MLP, 24 layers of 4 MiB
   resnet50  the parameters of ResNet-50, 98 MiB, and no arithmetic that hides anything
   gpt2      the parameters of GPT-2 small, 475 MiB, likewise
-  link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory
+  link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory.
+            Where parameters from 1 MiB on are divided by rows (split), a message goes
+            in both directions at once
 
 Columns: a step's share of a turn on the slowest rank, its ratio to torch's DDP with
 AdamW in the same round, the optimizer's state on the rank that has most of it, the peak
@@ -67,11 +69,13 @@ MIB = 2**20
 TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
 PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
+SPLIT, BOTH = "minidp, split_from_mb=1", "minidp, split, overlap"
 SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
 IN_BACKWARD = "minidp, sharded_step, in backward"
 SMALL_SHARDED = "minidp, buckets of 4 MiB"
 SMALL_IN_BACKWARD = "in backward, buckets of 4 MiB"
 SMALL_BOTH = "overlap, in backward, buckets of 4 MiB"
+SMALL_SPLIT = "split, overlap, buckets of 4 MiB"
 LINK = Link(1.0)
 TIMES = "forward, backward, optimizer.step() and zero_grad()"
 WARM_UP = 2  # turns
@@ -105,12 +109,13 @@ def _sharded(
     net: nn.Module,
     *,
     overlaps: bool = False,
+    split: float | None = None,
     in_backward: bool = False,
     **options: float,
 ) -> Made:
     model = minidp.DataParallel(net, **options)
     optimizer = AdamW(net.parameters())
-    model.sharded_step(optimizer, overlap_param_gather=overlaps)
+    model.sharded_step(optimizer, overlap_param_gather=overlaps, split_from_mb=split)
     if in_backward:
         model.step_in_backward(optimizer)
     return Made(model, optimizer, steps_by_itself=in_backward)
@@ -121,7 +126,9 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     ZERO: _zero,
     PLAIN: _plain,
     SHARDED: _sharded,
+    SPLIT: partial(_sharded, split=1.0),
     OVERLAPPED: partial(_sharded, overlaps=True),
+    BOTH: partial(_sharded, overlaps=True, split=1.0),
     IN_BACKWARD: partial(_sharded, in_backward=True),
     SMALL_TORCH: lambda net: Made(
         DistributedDataParallel(net, bucket_cap_mb=4), AdamW(net.parameters())
@@ -130,9 +137,10 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     SMALL_IN_BACKWARD: partial(_sharded, in_backward=True, bucket_cap_mb=4),
     SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
     SMALL_BOTH: partial(_sharded, overlaps=True, in_backward=True, bucket_cap_mb=4),
+    SMALL_SPLIT: partial(_sharded, overlaps=True, split=1.0, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
-    "layers": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED, IN_BACKWARD),
+    "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED, IN_BACKWARD),
     "resnet50": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED, IN_BACKWARD),
     "gpt2": (TORCH, ZERO, SHARDED),  # four of them need more than 20 GiB
     "link": tuple(EVERYONE),
@@ -311,7 +319,7 @@ def _report(
 def _verdicts(
     cell: str, found: dict[str, Found], bounds: Times | None
 ) -> list[Verdict]:
-    name = SMALL if cell == "link" else SHARDED
+    name = SMALL_SPLIT if cell == "link" else SHARDED
     limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
     verdicts = [
         Verdict(f"{cell}: {name} / {base}", _ratio(found, name, base), limit)

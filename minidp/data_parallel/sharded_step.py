@@ -26,7 +26,9 @@ from minidp.sharded import (
     check_mark,
     check_optimizers,
     is_divided,
+    is_elementwise,
     keep_own,
+    rows_to_divide,
     steps_in_backward,
     whole_state,
 )
@@ -38,13 +40,15 @@ _COMPARING = "comparing what the ranks pass to sharded_step"
 _COMPARING_EARLY = "comparing what the ranks pass to step_in_backward"
 
 
-def sharded_step(  # noqa: D417 -- self: a method
+def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
     self: DataParallel,
     *optimizers: Optimizer,
     per_parameter: bool = False,
     allow_changes: bool = False,
     grad_scaler: GradScaler | None = None,
     overlap_param_gather: bool = False,
+    split_from_mb: float | None = None,
+    elementwise: bool = False,
 ) -> None:
     """Let each rank step its share of the parameters, and keep that share of the state.
 
@@ -58,8 +62,10 @@ def sharded_step(  # noqa: D417 -- self: a method
     the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
     share of this rank, and returns when all ranks have the new values of all
     parameters; on an accelerator the stream that is current has them then. The bits are
-    those of a plain loop on two ranks. With ``model.step_in_backward(optimizer)`` after
-    it each bucket steps as soon as it is reduced, and the loop calls no step.
+    those of a plain loop on two ranks. With ``logical_ranks`` they are those of a plain
+    loop over logical ranks, on any number of ranks: see `each_logical_rank`. With
+    ``model.step_in_backward(optimizer)`` after it each bucket steps as soon as it is
+    reduced, and the loop calls no step.
 
     Args:
         optimizers: Optimizers that together hold all parameters of the module, each of
@@ -81,11 +87,23 @@ def sharded_step(  # noqa: D417 -- self: a method
             The step waits, as it does without this option, for parameters whose memory
             another tensor shares, and for all on an accelerator, or if something is
             compiled in this process (``torch.compile``, TorchScript).
+        split_from_mb: Divide parameters of at least so many MiB by rows among all
+            ranks, so that a large one makes no large share, and messages fill both
+            directions of a link. It is done for optimizers of ``torch.optim`` that
+            step each element by itself (not Adafactor and Muon), and for parameters
+            that are row-major and have as many rows as there are ranks. With 16 bits,
+            or fused steps, the rows of a rank must have a multiple of 64 elements. The
+            ``.grad`` of a divided parameter has averages in the own rows, and zeros in
+            the others. On two ranks the bits stay, but for the last ones after
+            `clip_grad_norm_`.
+        elementwise: Say of optimizers that minidp does not know that what becomes of an
+            element depends on its own gradient and state alone, so that
+            ``split_from_mb`` holds for them, too. It implies ``per_parameter``.
 
     Raises:
         TypeError: An optimizer cannot be divided.
         ValueError: A parameter is in no optimizer, or in two; or an option of the
-            wrapper does not go with it.
+            wrapper does not go with it, such as ``audit_every``.
         ReplicaMismatchError: The ranks pass different optimizers, or another rank has
             raised one of the errors above.
     """
@@ -94,10 +112,13 @@ def sharded_step(  # noqa: D417 -- self: a method
     try:
         if reason := _obstacle(self):
             raise ValueError(f"sharded_step does not go with {reason}.")
-        check_optimizers(optimizers, is_per_parameter=per_parameter)
+        check_optimizers(optimizers, is_per_parameter=per_parameter or elementwise)
         steppers = _steppers(self, optimizers)
+        rows = _rows_to_divide(
+            self, optimizers, steppers, split_from_mb, elementwise=elementwise
+        )
         sizes = [spec.nbytes for spec in reducer.queue.specs]
-        owners = balanced(sizes, steppers, group.size())
+        owners = balanced(sizes, steppers, group.size(), rows)
         scales = grad_scaler is not None and grad_scaler.is_enabled()
         for optimizer in optimizers:
             check_mark(optimizer.param_groups, owners, reducer.rank)
@@ -115,6 +136,8 @@ def sharded_step(  # noqa: D417 -- self: a method
     texts["option allow_changes"] = str(allow_changes)
     texts["option grad_scaler"] = str(grad_scaler is not None)
     texts["option overlap_param_gather"] = str(overlap_param_gather)
+    texts["option split_from_mb"] = str(split_from_mb)
+    texts["option elementwise"] = str(elementwise)
     with reducer.communicator.blocking(_COMPARING):
         verify.verify(texts, group, device)
     with reducer.communicator.blocking("connecting the hosts for sharded_step"):
@@ -127,6 +150,8 @@ def sharded_step(  # noqa: D417 -- self: a method
         scales=scales,
         awaits_values=overlap_param_gather and not _has_script(self),
     )
+    if self._logical is not None:
+        self._sharded.refuse_in_loop = self._logical.refuse_early
     self.register_forward_pre_hook(_before_forward)
     for optimizer in optimizers:
         self._guard.leave_to_others(optimizer)
@@ -192,6 +217,7 @@ def _obstacle_in_backward(ddp: DataParallel, sharded: ShardedStep) -> str:
         "it does not go with a GradScaler, which decides after the backward whether to "
         "step": sharded.scales,
         "it does not go with logical_ranks": ddp._logical is not None,
+        "it does not go with split_from_mb": any(sharded.owners.rows),
         "call it before the first forward of a step, and not while a backward is to "
         "come": ddp._reducer.phase.now is not Phase.IDLE,
     }
@@ -225,7 +251,7 @@ def whole_optimizer_state(  # noqa: D417 -- self: a method
     """
     if self._sharded is None or not is_divided(optimizer):
         return optimizer.state_dict() if self._reducer.rank == to else None
-    return whole_state(optimizer, self._reducer, to)
+    return whole_state(optimizer, self._reducer, self._sharded.owners, to)
 
 
 def sharded_optimizer_state(  # noqa: D417 -- self: a method
@@ -263,10 +289,17 @@ def sharded_optimizer_state(  # noqa: D417 -- self: a method
     def foreign() -> set[int]:
         if self._sharded is None or not is_divided(optimizer):
             return set()
-        pairs = zip(reducer.params, self._sharded.owners.of, strict=True)
-        return {id(param) for param, owner in pairs if owner != reducer.rank}
+        owns = self._sharded.owners.has_part
+        pairs = enumerate(reducer.params)
+        return {id(param) for i, param in pairs if not owns(reducer.rank, i)}
 
-    return OptimizerShare(optimizer, reducer, names, foreign)
+    def divided() -> dict[int, slice]:
+        if self._sharded is None or not is_divided(optimizer):
+            return {}
+        split = self._sharded.owners.split(reducer.rank)
+        return {id(reducer.params[i]): rows for i, rows in split.items()}
+
+    return OptimizerShare(optimizer, reducer, names, foreign, divided)
 
 
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:
@@ -279,6 +312,16 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
         sharded.before_forward(waits=rebuilds or ddp.will_sync_module_buffers())
         if rebuilds and ddp.gradient_as_bucket_view:
             _let_gradients_move(ddp, sharded)
+
+
+def before_loop(ddp: DataParallel) -> None:
+    """Tell other ranks that no step has come, before a loop over logical ranks.
+
+    The loop may broadcast module buffers, for which it would wait in vain. And what it
+    writes to shared memory nobody may still read from the last backward.
+    """
+    if ddp._sharded is not None:
+        ddp._sharded.before_forward(waits=True)
 
 
 def _has_script(ddp: DataParallel) -> bool:
@@ -327,6 +370,8 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
             cannot calculate it, as that of order infinity of an empty gradient.
         ShardedStepError: With `sharded_step` some rank does not call it, or with other
             arguments, or has gradients that were not averaged. All ranks raise it.
+        LogicalRankError: With `sharded_step` it is called in the loop over logical
+            ranks.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
@@ -349,11 +394,13 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
 
 def _obstacle(ddp: DataParallel) -> str:
     """Return what the wrapper has that makes a divided step impossible, or ""."""
-    reducer, given = ddp._reducer, ddp._given
+    reducer, given, logical = ddp._reducer, ddp._given, ddp._logical
     queue = reducer.queue
     obstacles = {
         "a second call of sharded_step": ddp._sharded is not None,
-        "logical_ranks": ddp._logical is not None,
+        "audit_every": logical is not None and logical.audit is not None,
+        "a loop over logical ranks that has begun": logical is not None
+        and logical.is_in_loop,
         "minidp.torchft": type(ddp).__module__.startswith("minidp.torchft"),
         "a comm hook": queue.averaging.comm_hook is not None,
         'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",
@@ -366,6 +413,38 @@ def _obstacle(ddp: DataParallel) -> str:
         "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
     }
     return next((name for name, is_there in obstacles.items() if is_there), "")
+
+
+def _rows_to_divide(
+    ddp: DataParallel,
+    optimizers: Sequence[Optimizer],
+    steppers: Sequence[int],
+    split_from_mb: float | None,
+    *,
+    elementwise: bool,
+) -> list[int]:
+    """Return for each parameter how many rows are divided among the ranks, or 0.
+
+    Raises:
+        ValueError: There are logical ranks.
+    """
+    specs, ranks = ddp._reducer.queue.specs, ddp.process_group.size()
+    if split_from_mb is None:
+        return [0] * len(specs)
+    if ddp._logical is not None:
+        raise ValueError(
+            "sharded_step(split_from_mb=...) does not go with logical_ranks: the "
+            "number of ranks would change the last bits of a clipped norm. What to do: "
+            "leave out split_from_mb, so that each parameter has one owner."
+        )
+    may = [is_elementwise(each, is_told=elementwise) for each in optimizers]
+    are_fused = [any(g.get("fused") for g in each.param_groups) for each in optimizers]
+    return [
+        rows_to_divide(spec, ranks, is_fused=are_fused[stepper])
+        if may[stepper] and spec.nbytes >= split_from_mb * 2**20
+        else 0
+        for spec, stepper in zip(specs, steppers, strict=True)
+    ]
 
 
 def _steppers(ddp: DataParallel, optimizers: Sequence[Optimizer]) -> list[int]:

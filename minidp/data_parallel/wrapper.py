@@ -158,7 +158,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         audit_every: In one of so many steps, let other ranks compute again a part of
             what each rank has computed, and find a rank whose hardware or settings
             change bits; 0 is never, "auto" is 500. It needs ``logical_ranks``, and a
-            loop that trains on whatever logical rank comes: see `each_logical_rank`.
+            loop that trains on whatever logical rank comes: see `each_logical_rank`. It
+            does not go with `sharded_step`.
         audit_action: Whether an audit that finds a difference shall "raise" an error on
             all ranks, before the optimizer steps, or "warn". Both name rank and host.
 

@@ -27,6 +27,8 @@ class Room:
         has_grads: Whether ``.grad`` of own parameters lies there, and must stay.
     """
 
+    is_home = False  # whether the parameters themselves lie there
+
     def __init__(
         self,
         plan: BucketPlan,
@@ -40,7 +42,11 @@ class Room:
 
     def real(self, stretch: Stretch) -> Tensor:
         """Return a stretch of the buffer, of one dimension and real."""
-        return _real(self._flat[stretch.start : stretch.stop])
+        return as_real(self._flat[stretch.start : stretch.stop])
+
+    def arrived(self, rank: int, stretch: Stretch) -> list[Tensor]:
+        """Return a view for each slot of another rank's stretch."""
+        return [self.views[k] for k in stretch.slots]
 
     def own(self, stretch: Stretch) -> tuple[list[Tensor], Tensor]:
         """Return a view for each slot of a stretch of this rank, and all as one."""
@@ -51,10 +57,11 @@ class Room:
         views = [
             flat.as_strided(s.shape, s.stride, s.offset - stretch.start) for s in slots
         ]
-        return views, _real(flat)
+        return views, as_real(flat)
 
 
-def _real(flat: Tensor) -> Tensor:
+def as_real(flat: Tensor) -> Tensor:
+    """Return the memory of a tensor of one dimension as real numbers."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -69,11 +76,15 @@ class ShardedBucket(DenseBucket):
         owners: Who owns which parameter.
         plan: The slots, sorted by owner.
         more: The other arguments of `DenseBucket`.
+        adds_sums: Whether this rank adds something to a full bucket (`complete` of
+            `Averaging`), so that own gradients must be there, too.
     """
 
-    def __init__(self, owners: Owners, plan: BucketPlan, *more: Any) -> None:
+    def __init__(
+        self, owners: Owners, plan: BucketPlan, *more: Any, adds_sums: bool = False
+    ) -> None:
         super().__init__(plan, *more)
-        self._owners = owners
+        self._owners, self._adds_sums = owners, adds_sums
         self._given: Room | None = None  # views of shared memory, made when needed
         self._stretches: dict[int | None, list[Stretch]] = {}
         self._stretch = self.stretches()[self.communicator.rank]
@@ -81,18 +92,32 @@ class ShardedBucket(DenseBucket):
         self.foreign = [k for k in range(len(self.params)) if k not in self.own]
         # Whether the extension leaves own gradients in ``.grad`` until they are summed,
         # and frees each one of others as soon as it is in shared memory.
-        self._is_divided = (
-            self.native is not None and self.shared is not None and not self._as_view
-        )
-        if self._is_divided and self.native is not None:
-            self.native.divide(self.own.start, self.own.stop)
-            self.copied_by_hook = self.foreign
+        self._is_divided = False
+        self._divide()
+
+    def _divide(self) -> None:
+        """Let the extension tell own gradients from others, if it copies them."""
+        if self.native is None or self.shared is None or self._as_view:
+            return
+        self._is_divided = True
+        self.native.divide(self.own.start, self.own.stop)
+        self.copied_by_hook = self.foreign
 
     def stretches(self, stepper: int | None = None) -> list[Stretch]:
         """Return what each rank owns, of one optimizer or of all (`Owners`)."""
         if stepper not in self._stretches:
             self._stretches[stepper] = self._owners.stretches(self.plan, stepper)
         return self._stretches[stepper]
+
+    def copy_in(self, *arguments: Any, **options: Any) -> None:
+        """Copy gradients to the buffer; see `Bucket`."""
+        super().copy_in(*arguments, **options)
+        if self._adds_sums:
+            self.complete()
+
+    def values(self, stretch: Stretch) -> list[Tensor]:
+        """Return what a stretch has: parameters."""
+        return [self.params[k] for k in stretch.slots]
 
     def offer_grads(self, shared: SharedBuffer) -> None:
         """Let `wait` write the averages of this rank's share straight to ``.grad``."""

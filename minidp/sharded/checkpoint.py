@@ -21,10 +21,11 @@ from __future__ import annotations
 import hashlib
 import io
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from minidp import comm
@@ -114,10 +115,9 @@ def mark_copies(
     vars(optimizer)["__getstate__"] = state_of_copy
 
 
-def leave_share(reference: weakref.ref[Optimizer], owners: Owners, rank: int) -> None:
+def leave_share(optimizer: Optimizer, owners: Owners, rank: int) -> None:
     """Mark an optimizer whose steps nobody divides any more: it has one share only."""
-    optimizer = reference()
-    if optimizer is not None and optimizer.state and owners.size > 1:
+    if optimizer.state and owners.size > 1:
         mark = mark_of(owners, rank)
         left = Copied(mark, rank, optimizer.state, is_part=True, is_left=True)
         vars(optimizer)[MARK] = left
@@ -197,51 +197,173 @@ def _without_mark(numbers: list[Any]) -> list[Any]:
 def keep_own(
     optimizer: Optimizer, reducer: Reducer, owners: Owners, stepper: int
 ) -> None:
-    """Drop the state of parameters that other ranks own."""
+    """Drop the state of parameters, and of rows, that other ranks own.
+
+    Raises:
+        ShardedStepError: The state of a divided parameter cannot be divided.
+    """
+    split = owners.split(reducer.rank, stepper)
     for i, param in enumerate(reducer.params):
-        if owners.stepper[i] == stepper and owners.of[i] != reducer.rank:
-            optimizer.state.pop(param, None)
+        if owners.stepper[i] != stepper or param not in optimizer.state:
+            continue
+        if not owners.has_part(reducer.rank, i):
+            del optimizer.state[param]
+        elif i in split:
+            _keep_rows(optimizer.state[param], param.shape, split[i])
+            check_rows(optimizer.state[param], param.shape, split[i], reducer, i)
+
+
+def _keep_rows(state: dict[Any, Any], shape: Sequence[int], rows: slice) -> None:
+    """Drop the rows of other ranks from a state that may be whole."""
+    for key, value in state.items():
+        if is_like(value, shape):
+            state[key] = value[rows].clone()
+
+
+def is_like(value: object, shape: Sequence[int]) -> TypeGuard[Tensor]:
+    """Return whether a value of a state is a tensor of this shape."""
+    return isinstance(value, Tensor) and value.shape == torch.Size(shape)
+
+
+def rows_like(shape: Sequence[int], rows: slice) -> list[int]:
+    """Return the shape of some rows of a tensor."""
+    return [rows.stop - rows.start, *shape[1:]]
+
+
+def check_rows(
+    state: Mapping[Any, Any],
+    shape: Sequence[int],
+    rows: slice,
+    reducer: Reducer,
+    i: int,
+) -> None:
+    """Check that a state has nothing but rows, and what all ranks have alike.
+
+    Args:
+        state: What an optimizer keeps of a divided parameter.
+        shape: The shape of that.
+        rows: The rows of this rank.
+        reducer: The reducer.
+        i: The index of the parameter.
+
+    Raises:
+        ShardedStepError: There is a tensor of another shape.
+    """
+    own = rows_like(shape, rows)
+    for key, value in state.items():
+        is_common = not isinstance(value, Tensor) or value.numel() == 1
+        if not is_common and not is_like(value, own):
+            raise ShardedStepError(
+                explain(
+                    reducer.rank,
+                    "The state of a parameter whose rows are divided among the ranks "
+                    f"has the tensor {key}, of which nobody knows how to divide it.",
+                    names=[reducer.names[i]],
+                    expected=f"a number, or a tensor of shape {tuple(own)} or "
+                    f"{tuple(shape)}",
+                    found=f"shape {tuple(value.shape)}",
+                    remedy="leave out elementwise=True, which is right for optimizers "
+                    "that step each element of a parameter by itself",
+                )
+            )
 
 
 def whole_state(
-    optimizer: Optimizer, reducer: Reducer, to: int
+    optimizer: Optimizer, reducer: Reducer, owners: Owners, to: int
 ) -> dict[str, Any] | None:
     """Return the state of all shares on rank ``to``, and None on the others.
 
     All ranks must call it together. One share is on its way at a time. If states lie
-    on devices, those of the other ranks come to the CPU.
+    on devices, those of the other ranks come to the CPU, and so do those of divided
+    parameters.
+
+    Raises:
+        ShardedStepError: The state of a divided parameter cannot be put together.
     """
-    communicator = reducer.communicator
-    group, device = comm.way_of_hosts(communicator.group, communicator.device)
-    # Devices have the numbers of the rank that has saved them, and may have no room.
-    place = torch.device("cpu")
     whole = optimizer.state_dict()
     for each in whole["param_groups"]:
         each.pop(MARK, None)
         each["params"] = _without_mark(each["params"])
+    divided = _divided(optimizer, reducer, owners)
+    for number, i in divided.items():
+        if number in whole["state"]:
+            state, rows = whole["state"][number], owners.rows_of(reducer.rank, i)
+            check_rows(state, reducer.params[i].shape, rows, reducer, i)
+    # Devices have the numbers of the rank that has saved them, and may have no room.
+    place = torch.device("cpu")
+    of_ranks = _collected(whole["state"], reducer, to, place)
+    if reducer.rank != to:
+        return None
+    states: dict[int, Any] = {}
+    for each in of_ranks:
+        states |= each
+    for number, i in divided.items():
+        if number in states:
+            parts = [each.get(number, {}) for each in of_ranks]
+            states[number] = _joined(parts, reducer.params[i].shape, owners, i, place)
+    whole["state"] = dict(sorted(states.items()))
+    return whole
+
+
+def _collected(
+    mine: dict[int, Any], reducer: Reducer, to: int, place: torch.device
+) -> list[dict[int, Any]]:
+    """Return the states of all ranks on rank ``to``, and its own one on the others.
+
+    Tensors of other ranks come to ``place``.
+    """
+    communicator = reducer.communicator
+    group, device = comm.way_of_hosts(communicator.group, communicator.device)
     file = io.BytesIO()
     if communicator.rank != to:
-        torch.save(whole["state"], file)
-    mine = file.getbuffer()
+        torch.save(mine, file)
+    own, found = file.getbuffer(), []
     with communicator.blocking("collecting the state of an optimizer"):
-        sizes = [row[0] for row in comm.gather_integers([len(mine)], group, device)]
+        sizes = [row[0] for row in comm.gather_integers([len(own)], group, device)]
         for rank, size in enumerate(sizes):
             if not size:
+                found.append(mine)
                 continue
             data = torch.empty(size, dtype=torch.uint8, device=device)
             if rank == communicator.rank:
-                data.copy_(torch.frombuffer(mine, dtype=torch.uint8))
+                data.copy_(torch.frombuffer(own, dtype=torch.uint8))
             comm.wait_for_message(
                 comm.start_broadcast(data, group, rank), device, group
             )
             if communicator.rank == to:
                 share = io.BytesIO(bytes(to_host(data).numpy()))
-                found = torch.load(share, map_location=place, weights_only=False)
-                whole["state"] |= found
-    if communicator.rank != to:
-        return None
-    whole["state"] = dict(sorted(whole["state"].items()))
-    return whole
+                found.append(torch.load(share, map_location=place, weights_only=False))
+    return found
+
+
+def _divided(optimizer: Optimizer, reducer: Reducer, owners: Owners) -> dict[int, int]:
+    """Return the indices of divided parameters, by their numbers in ``state_dict``."""
+    indices = {p: i for i, p in enumerate(reducer.params) if owners.is_split(i)}
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return {n: indices[p] for n, p in enumerate(params) if p in indices}
+
+
+def _joined(
+    parts: Sequence[Mapping[Any, Any]],
+    shape: Sequence[int],
+    owners: Owners,
+    i: int,
+    place: torch.device,
+) -> dict[Any, Any]:
+    """Return the whole state of a divided parameter.
+
+    Args:
+        parts: The state of each rank.
+        shape: The shape of the parameter.
+        owners: Who owns which rows.
+        i: The index of the parameter.
+        place: Where tensors are put together.
+    """
+    joined = dict(parts[0])
+    for key, value in parts[0].items():
+        if is_like(value, rows_like(shape, owners.rows_of(0, i))):
+            joined[key] = torch.cat([part[key].to(place) for part in parts])
+    return joined
 
 
 def hook_state(

@@ -9,6 +9,9 @@ does not mind who has written them, any number of ranks can load a checkpoint.
 An optimizer that has just been made has no tensors to be filled. Which ones it will
 keep for a parameter, one step of a stand-in tells: an optimizer of the same class and
 options, for one parameter that is made up. The real one does not notice.
+
+Of a divided parameter each rank has the state of some rows. For DCP that is a
+``DTensor``, whose rows any number of ranks can load, as they need them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from minidp import comm
 from minidp.core import Reducer
 from minidp.errors import ShardedStepError, explain, shortened
 
+from .checkpoint import check_rows, is_like, rows_like
+from .parts import rows_of
+
 State = dict[Any, Any]  # what an optimizer keeps of one parameter, by key
 
 
@@ -42,6 +48,7 @@ class OptimizerShare:
         reducer: The reducer of the wrapper.
         names: Returns the names of the module's parameters, by id.
         foreign: Returns the ids of those whose state other ranks save and load.
+        divided: Returns the ids of those of which this rank has some rows, and which.
 
     Raises:
         ShardedStepError: The optimizer has a parameter without a name.
@@ -53,9 +60,10 @@ class OptimizerShare:
         reducer: Reducer,
         names: Callable[[], Mapping[int, str]],
         foreign: Callable[[], Collection[int]],
+        divided: Callable[[], Mapping[int, slice]],
     ) -> None:
         self._optimizer, self._reducer = optimizer, reducer
-        self._names, self._foreign = names, foreign
+        self._names, self._foreign, self._divided = names, foreign, divided
         self._names_by_group()
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,13 +80,18 @@ class OptimizerShare:
         by_group = [
             *zip(self._optimizer.param_groups, self._names_by_group(), strict=True)
         ]
-        foreign = self._foreign()
+        foreign, divided = self._foreign(), self._divided()
         for group, names in by_group:
             for param, name in zip(group["params"], names, strict=True):
                 if id(param) in foreign:
                     continue
+                rows = divided.get(id(param))
                 found = self._optimizer.state.get(param)
-                state = self._made_up(group, param, name) if found is None else found
+                state = found
+                if state is None:
+                    state = self._made_up(group, param, rows, name)
+                if rows is not None:
+                    state = self._as_rows(state, param, rows)
                 tensors[name] = {
                     key: value
                     for key, value in state.items()
@@ -103,12 +116,17 @@ class OptimizerShare:
         return [[names[id(p)] for p in group["params"]] for group in groups]
 
     def _made_up(
-        self, group: Mapping[str, Any], param: nn.Parameter, name: str
+        self,
+        group: Mapping[str, Any],
+        param: nn.Parameter,
+        rows: slice | None,
+        name: str,
     ) -> State:
-        """Return the state that the optimizer would make for a parameter."""
+        """Return the state that the optimizer would make for a parameter, or rows."""
         if not param.requires_grad:
             return {}
-        twin = nn.Parameter(torch.ones_like(param, requires_grad=False))
+        like = rows_of(param.detach(), rows)
+        twin = nn.Parameter(torch.ones_like(like, requires_grad=False))
         twin.grad = torch.ones_like(twin)
         optimizer = self._optimizer
         stand_in = object.__new__(type(optimizer))
@@ -132,6 +150,18 @@ class OptimizerShare:
                 remedy="save and load whole states (whole_optimizer_state)",
             ) from error
         return dict(stand_in.state.get(twin, {}))
+
+    def _as_rows(self, state: State, param: nn.Parameter, rows: slice) -> State:
+        """Return a state in which tensors of the own rows are marked as such."""
+        reducer = self._reducer
+        i = next(i for i, each in enumerate(reducer.params) if each is param)
+        check_rows(state, param.shape, rows, reducer, i)
+        shape = rows_like(param.shape, rows)
+        group = reducer.communicator.group
+        return {
+            key: as_rows(value, param, group) if is_like(value, shape) else value
+            for key, value in state.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer what ``dcp.load`` has loaded, which calls this.
@@ -181,7 +211,10 @@ class OptimizerShare:
         ]
         state = {}
         for name, (has_state, keys, rest) in loaded["share"].items():
-            found = loaded["state"].get(name, {})
+            found = {
+                key: getattr(value, "_local_tensor", value)
+                for key, value in loaded["state"].get(name, {}).items()
+            }
             if lacking := [key for key in keys if key not in found]:
                 raise self._error(
                     "The checkpoint has more state than "
@@ -197,6 +230,19 @@ class OptimizerShare:
 
     def _error(self, what: str, **parts: Any) -> ShardedStepError:
         return ShardedStepError(explain(self._reducer.rank, what, **parts))
+
+
+def as_rows(rows: Tensor, param: Tensor, group: comm.ProcessGroup) -> Tensor:
+    """Return own rows as a ``DTensor`` of the shape of a divided parameter."""
+    # Few programs need it, and its import takes a while.
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415
+
+    mesh = DeviceMesh.from_group(group, rows.device.type)
+    shape, stride = param.shape, param.stride()
+    return DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

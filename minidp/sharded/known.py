@@ -5,6 +5,10 @@ becomes of a parameter depends on its own gradient, its own state and the settin
 its group, and on nothing else. It holds for most classes of ``torch.optim``. Of other
 classes nobody knows: one may scale by a norm over all gradients, and would see those of
 one rank only. So the user has to say it for them.
+
+A large parameter can be divided, too, if each of its elements is stepped by itself.
+Most classes of ``torch.optim`` do that, and not Adafactor, which keeps sums of rows and
+columns, nor Muon, which multiplies matrices.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ _OF_TORCH = (
     *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
 _KNOWN = {getattr(torch.optim, name, None) for name in _OF_TORCH}  # some are new
+_OF_TENSORS = {getattr(torch.optim, name, None) for name in ("Adafactor", "Muon")}
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -30,6 +35,18 @@ def is_known(optimizer: Optimizer) -> bool:
     Subclasses are not known, because they may do anything.
     """
     return type(optimizer) in _KNOWN
+
+
+def is_elementwise(optimizer: Optimizer, *, is_told: bool) -> bool:
+    """Return whether an optimizer looks at one element of a parameter at once.
+
+    Args:
+        optimizer: The optimizer.
+        is_told: Whether the user says so of optimizers that minidp does not know.
+    """
+    if is_known(optimizer):
+        return type(optimizer) not in _OF_TENSORS
+    return is_told
 
 
 def check(optimizers: Sequence[Any], *, is_per_parameter: bool) -> None:

@@ -3,12 +3,17 @@
 Each owner knows the norms of its parameters. All ranks exchange these, and calculate
 the norm of the norms, in the order in which torch takes them. That is what
 ``torch.nn.utils.clip_grad_norm_`` calculates on whole gradients, with the same bits.
+
+Of a divided parameter each rank knows the norm of its rows, and the norm of these norms
+is taken for that of the parameter. Torch adds up all elements in another order, so that
+the last bits may differ there.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +23,9 @@ from minidp.accelerator import to_host, upload
 from minidp.comm import way_of_hosts
 from minidp.core import Exchange, Reducer
 
+from .owners import Owners
+from .parts import rows_of
+
 _IS_THERE, _FAILS = 1, 2  # a gradient; one whose norm torch cannot calculate
 
 
@@ -26,23 +34,34 @@ class Norms:
 
     Args:
         reducer: The reducer.
-        own: The indices of the parameters that this rank owns.
+        owners: Who owns which parameter.
     """
 
-    def __init__(self, reducer: Reducer, own: Sequence[int]) -> None:
-        self._params, self._own = reducer.params, own
-        # For each parameter its norm, which on a device no host reads, ...
-        communicator, number = reducer.communicator, len(self._params)
+    def __init__(self, reducer: Reducer, owners: Owners) -> None:
+        self._params, rank = reducer.params, reducer.rank
+        self._own, self._rows = owners.owned_by(rank), owners.split(rank)
+        # The places of each parameter in the vectors below: one for each rank if its
+        # rows are divided, else one.
+        widths = [
+            owners.size if owners.is_split(i) else 1 for i in range(len(self._params))
+        ]
+        ends = [*accumulate(widths, initial=0)]
+        self._places = [range(*each) for each in pairwise(ends)]
+        self._mine = {  # that of this rank
+            i: self._places[i][rank if i in self._rows else 0] for i in self._own
+        }
+        # For each place a norm, which on a device no host reads, ...
+        communicator = reducer.communicator
         self._device = reducer.queue.averaging.device
         dtype = torch.float64  # which some devices do not have
         if self._device.type != "cpu":
             dtype = _common_dtype(self._params)
-        part, what = (number, dtype), "the norms of gradients"
+        part, what = (ends[-1], dtype), "the norms of gradients"
         self._values = Exchange(what, part, self._device, communicator)
         # ... and one of the numbers above, or 0, which hosts know.
         _, device = way_of_hosts(communicator.group, communicator.device)
         self._states = Exchange(
-            "which gradients have norms", (number, torch.int32), device, communicator
+            "which gradients have norms", (ends[-1], torch.int32), device, communicator
         )
         self.exchanges = self._values, self._states
 
@@ -90,7 +109,9 @@ class Norms:
         return total
 
     def _grads(self, own: Sequence[int]) -> dict[int, Tensor]:
-        return {i: g for i in own if (g := self._params[i].grad) is not None}
+        """Return own gradients, and own rows of them, by the index of the parameter."""
+        grads = {i: g for i in own if (g := self._params[i].grad) is not None}
+        return {i: rows_of(grad, self._rows.get(i)) for i, grad in grads.items()}
 
     def _total(
         self, norm_type: float, own: Sequence[int], among: Sequence[int]
@@ -104,19 +125,20 @@ class Norms:
                 each.to(self._device, non_blocking=True) for each in found.values()
             ]
             if norms:
-                places = upload([*found], torch.int64, self._device)
+                mine_of = [self._mine[i] for i in found]
+                places = upload(mine_of, torch.int64, self._device)
                 values = torch.stack([norm.to(mine.dtype) for norm in norms])
                 mine.index_copy_(0, places, values)
         except RuntimeError as error:  # for example infinity, of no element
             failure, state = str(error), _FAILS
-        states = [0] * len(self._params)
+        states = [0] * self._places[-1].stop
         for i in grads:
-            states[i] = state
+            states[self._mine[i]] = state
         self._states.start(upload(states, torch.int32, self._states.device))
         self._values.start(mine)
         all_states = to_host(self._states.take()).tolist()
         values = self._values.take()
-        present = [i for i in among if all_states[i]]
+        present = [i for i in among if any(all_states[p] for p in self._places[i])]
         if not present:
             return torch.tensor(0.0, device="cpu")
         if _FAILS in all_states:
@@ -126,10 +148,24 @@ class Norms:
             )
         dtype = _common_dtype([self._params[i] for i in present])
         order = _order([self._params[i] for i in present])
-        places = upload([present[k] for k in order], torch.int64, self._device)
+        if any(len(self._places[i]) > 1 for i in present):
+            values = self._joined(values, norm_type)
+        first = [self._places[present[k]].start for k in order]
+        places = upload(first, torch.int64, self._device)
         norms_in_order = values.index_select(0, places).to(dtype)
         total: Tensor = torch.linalg.vector_norm(norms_in_order, norm_type)
         return total
+
+    def _joined(self, values: Tensor, norm_type: float) -> Tensor:
+        """Put the norm of each divided parameter to the first of its places."""
+        for i, places in enumerate(self._places):
+            if len(places) > 1:
+                of_ranks = values[places.start : places.stop]
+                # The norm of order 0 is the number of elements that are not zero.
+                norm = torch.linalg.vector_norm(of_ranks, norm_type or 1.0)
+                norm = norm.to(self._params[i].dtype.to_real())
+                values[places.start] = norm
+        return values
 
 
 def _common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 Each owner sends its stretch of each bucket, which the others write to their parameters.
 In between the values lie in the bucket's buffer, whose gradients nobody needs any more.
+(Rows of a divided parameter need no buffer: `split_bucket`.)
 The buckets go in the order in which the next forward needs their parameters: the last
 one first. Either the step waits for all of them, or each parameter for its own bucket
 when it is used (`awaited`).
@@ -9,10 +10,11 @@ when it is used (`awaited`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from minidp.core import Reducer, copy_each, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
-from .awaited import LOCK, await_values, can_be_awaited, release
+from .awaited import await_values, can_be_awaited, lock, release
 from .bucket import Room, ShardedBucket
 from .owners import Stretch
 from .pieces import Piece, Pieces, cut
@@ -65,7 +67,9 @@ class Returns:
         assert isinstance(bucket, ShardedBucket)
         stretches = bucket.stretches(stepper)
         if any(each.numel for each in stretches):
-            self._open += _returns_of(bucket, stretches, stepper)
+            self._open += _returns_of(
+                bucket, stretches, stepper, may_wait=self._are_awaited
+            )
 
     def settle(self) -> None:
         """Let parameters wait for values that are on their way, or wait for them here.
@@ -97,7 +101,7 @@ class Returns:
                 self._finish(each)
 
     def _finish(self, one: Return) -> None:
-        with LOCK:
+        with lock():
             if one not in self._open:  # another thread was faster
                 return
             try:
@@ -111,29 +115,34 @@ class Returns:
 
     def drop(self) -> None:
         """Forget what is on its way, without waiting."""
-        with LOCK:
+        with lock():
             for each in self._open:
                 each.drop()
             self._open = []
 
 
 def _returns_of(
-    bucket: ShardedBucket, stretches: Sequence[Stretch], stepper: int | None
+    bucket: ShardedBucket,
+    stretches: Sequence[Stretch],
+    stepper: int | None,
+    *,
+    may_wait: bool,
 ) -> list[Return]:
     """Start to bring the parameters of one bucket back.
 
     Messages bring some parameters at a time, those first that a forward needs first.
     """
-    if bucket.shared is not None:
-        room = bucket.given_room(bucket.shared)
-        return [Return(bucket, stretches, stepper, room)]
-    room, plan = bucket.room(), bucket.plan
-    if plan.device.type != "cpu":  # no parameter waits for its own
-        return [Return(bucket, stretches, stepper, room)]
-    limit = CHUNK_BYTES // plan.dtype.itemsize
-    of_ranks = [each.chunks(plan, limit) for each in stretches]
-    chunks = zip_longest(*of_ranks, fillvalue=Stretch(range(0), 0, 0))
-    return [Return(bucket, chunk, stepper, room) for chunk in chunks]
+    plan, shared = bucket.plan, bucket.shared
+    chunks: Iterable[Sequence[Stretch]] = [stretches]
+    # On a device no parameter waits for its own, and one that is divided is alone.
+    if shared is None and plan.device.type == "cpu" and len(plan.slots) > 1:
+        limit = CHUNK_BYTES // plan.dtype.itemsize
+        of_ranks = [each.chunks(plan, limit) for each in stretches]
+        chunks = zip_longest(*of_ranks, fillvalue=Stretch(range(0), 0, 0))
+    # Before there are tensors of our own in the memory of a parameter.
+    can_wait = {p for p in bucket.params if may_wait and can_be_awaited([p])}
+    room = bucket.room() if shared is None else bucket.given_room(shared)
+    return [Return(bucket, chunk, stepper, room, can_wait=can_wait) for chunk in chunks]
 
 
 class Return:
@@ -144,6 +153,7 @@ class Return:
         stretches: What each rank owns of it, or a part of that.
         stepper: The number of the optimizer whose parameters these are; None for all.
         room: The memory through which the values travel.
+        can_wait: The parameters of the bucket that can wait for their values.
     """
 
     def __init__(
@@ -152,17 +162,20 @@ class Return:
         stretches: Sequence[Stretch],
         stepper: int | None,
         room: Room,
+        *,
+        can_wait: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
         self._bucket, self._stretches, self.stepper = bucket, stretches, stepper
         self._communicator = communicator = bucket.communicator
         self.plan, self.observers = bucket.plan, bucket.observers  # to be `traced`
-        self._slots = [  # whose parameters get values of other ranks
-            k
+        self._foreign = [  # from where this rank gets values
+            (rank, stretch)
             for rank, stretch in enumerate(stretches)
             if rank != communicator.rank
-            for k in stretch.slots
         ]
-        self._params: list[nn.Parameter] = [bucket.params[k] for k in self._slots]
+        slots = dict.fromkeys(k for _, each in self._foreign for k in each.slots)
+        self._params: list[nn.Parameter] = [bucket.params[k] for k in slots]
+        self._can_wait = bool(self._params) and can_wait >= {*self._params}
         self.brings_values = bool(self._params)  # or this rank only sends
         self.is_awaited = False
         self._room = room
@@ -240,9 +253,8 @@ class Return:
     def _pack(self, stretch: Stretch) -> Tensor:
         """Return this rank's new values in memory that stays as it is."""
         views, flat = self._room.own(stretch)
-        params: list[Tensor] = [self._bucket.params[k] for k in stretch.slots]
-        if params:
-            copy_each(views, params)
+        if views:
+            copy_each(views, self._bucket.values(stretch))
         return flat
 
     def let_wait(self, finish: Callable[[Return], None]) -> None:
@@ -251,7 +263,7 @@ class Return:
         Args:
             finish: What they call when they are used.
         """
-        if self._params and can_be_awaited(self._params):
+        if self._can_wait:
             await_values(self._params, partial(finish, self))
             self.is_awaited = True
 
@@ -264,13 +276,19 @@ class Return:
                 communicator.wait(work)
         self._works = []
         if self._params and communicator.size > 1:
-            values = [self._room.views[k] for k in self._slots]
             if self.is_awaited:
-                self._write_where_used(values)
+                self._write_where_used()
+            elif self._room.is_home:
+                torch.autograd.graph.increment_version(self._params)
             else:
-                copy_each([*self._params], values)
+                self._bring()
 
-    def _write_where_used(self, values: list[Tensor]) -> None:
+    def _bring(self) -> None:
+        places = [p for _, each in self._foreign for p in self._bucket.values(each)]
+        pairs = (self._room.arrived(rank, each) for rank, each in self._foreign)
+        copy_each(places, [*chain.from_iterable(pairs)])
+
+    def _write_where_used(self) -> None:
         params = tuple(self._params)
         with (
             torch._C.DisableTorchFunctionSubclass(),
@@ -279,7 +297,8 @@ class Return:
             # The step has counted this change already.
             _unsafe_preserve_version_counter(params),
         ):
-            copy_each([*params], values)
+            if not self._room.is_home:
+                self._bring()
         release(params)
 
     def drop(self) -> None:

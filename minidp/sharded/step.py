@@ -8,7 +8,8 @@ What happens in a training step, on each rank::
                        after: values go from owners to all ranks       returns
 
 The user's optimizer stays what it is. It holds all parameters, but has gradients, and
-so states, of this rank's share only.
+so states, of this rank's share only. Large parameters may be divided by rows; then the
+step finds the rows of this rank in their place (`parts`).
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from minidp.guard import is_nested
 from minidp.replica import digest_of
 
 from .agreement import Act, Agreement, Intent, Problem
-from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
 from .checkpoint import hook_state, leave_share, mark_copies, refuse_copy
 from .known import is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
+from .parts import Exchanged, Parts
 from .returns import Returns
 from .shares import Shares
+from .split_bucket import SplitBucket
+from .tree_averaging import averaging_for
 
 # Of each owner so many of its smallest parameters are compared, and their first rows,
 # if no step follows a backward.
@@ -85,14 +88,23 @@ class ShardedStep(Observer):
         # By optimizer: its parameters that this rank owns, and those of other ranks.
         self.own_of = [owners.owned_by(rank, k) for k in range(len(optimizers))]
         self._foreign_of = [
-            [i for i, s in enumerate(owners.stepper) if s == k and owners.of[i] != rank]
+            [
+                i
+                for i, stepper in enumerate(owners.stepper)
+                if stepper == k and not owners.has_part(rank, i)
+            ]
             for k in range(len(optimizers))
+        ]
+        # By optimizer: its parameters whose rows are divided.
+        self._parts = [
+            Parts({reducer.params[i]: rows for i, rows in of_one.items()})
+            for of_one in (owners.split(rank, k) for k in range(len(optimizers)))
         ]
         # By optimizer and group: the parameters that it is known to hold.
         self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
-        self.norms = Norms(reducer, own)
+        self.norms = Norms(reducer, owners)
         on_cpu = reducer.communicator.device.type == "cpu"
         self.awaits_values = awaits_values and on_cpu
         self.returns = Returns(self._reducer, are_awaited=self.awaits_values)
@@ -104,30 +116,36 @@ class ShardedStep(Observer):
         self.is_reduced = False  # averages have come, and no rank has used them yet
         self._tasks: Collection[int] = ()  # of the last local backward
         self._is_open = False  # all ranks have agreed, and values are not back yet
+        # Raises if this rank has not done all of its logical ranks; told what it does.
+        self.refuse_in_loop: Callable[[str], None] = _do_nothing
         self._alive = weakref.ref(reducer)
         self.index = {id(param): i for i, param in enumerate(reducer.params)}
-        queue.averaging = ShardedAveraging(
+        queue.averaging = averaging_for(
             queue.averaging,
             owners,
             reducer.communicator,
             batched=queue.config.batched_grad_copy,
         )
         queue.arrange = owners.arranged
+        has_leaves = queue.averaging.leaves is not None
 
         def make_bucket(*arguments: Any) -> ShardedBucket:
-            return ShardedBucket(owners, *arguments)
+            if owners.is_split(arguments[0].indices[0]):
+                return SplitBucket(owners, *arguments)
+            return ShardedBucket(owners, *arguments, adds_sums=has_leaves)
 
         queue.dense_bucket = make_bucket
         queue.exchanges += [self._agreement.exchange, *self.norms.exchanges]
         if self._overflows is not None:
             queue.exchanges += self._overflows.exchanges
-        queue.observers.append(self)
+        # First, because logical ranks look at what a backward has left.
+        queue.observers.append(self, first=has_leaves)
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
             mark_copies(optimizer, owners, rank, number, _counter_of(self))
-            left = weakref.ref(optimizer), owners, rank
-            weakref.finalize(self, leave_share, *left).atexit = False
+            left = weakref.ref(optimizer), self._parts[number].now, owners, rank
+            weakref.finalize(self, _leave, *left).atexit = False
 
     # -- a backward --------------------------------------------------------------------
 
@@ -241,6 +259,8 @@ class ShardedStep(Observer):
             own = [i for i in self.owners.owned_by(rank) if params[i].numel()]
             for i in sorted(own, key=lambda i: sizes[i].nbytes)[:_SAMPLES]:
                 param = params[i].detach()
+                if self.owners.is_split(i):
+                    param = param[self.owners.rows_of(rank, i)]
                 found.append(param if param.ndim == 0 else param[:_SAMPLE_ROWS])
         return found
 
@@ -265,13 +285,14 @@ class ShardedStep(Observer):
         """
         for i in self._reducer.queue.untouched:
             grad = self._reducer.params[i].grad
-            is_foreign = self.owners.of[i] != self._reducer.rank
+            is_foreign = not self.owners.has_part(self._reducer.rank, i)
             if is_foreign and grad is not None and not bool(grad.any()):
                 self._reducer.params[i].grad = None
 
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
         self.is_reduced = self._is_open = False
+        self._leave_parts()
         self.shares.forget()
         self.returns.drop()
         if self._overflows is not None:
@@ -299,10 +320,12 @@ class ShardedStep(Observer):
         self.agree(Intent(Act.STEP, number, problems), held)
         self.is_reduced, self._is_open = False, True
         self._reducer.communicator.note_step()
+        self._parts[number].enter(optimizer)
 
     def _refuse_unfinished(self, what: str) -> None:
         """Refuse what must follow a backward if that has not ended well."""
         reducer = self._reducer
+        self.refuse_in_loop(what)
         reducer.check()
         if reducer.phase.now not in (Phase.IDLE, Phase.ARMED):
             raise ShardedStepError(
@@ -326,6 +349,7 @@ class ShardedStep(Observer):
             ShardedStepError: The last step has not ended.
         """
         if self._is_open:
+            self._leave_parts()
             reducer = self._reducer
             error = ShardedStepError(
                 explain(
@@ -354,6 +378,11 @@ class ShardedStep(Observer):
         except BaseException as error:
             self._reducer.fail(error)
             raise
+
+    def _leave_parts(self) -> None:
+        """Give optimizers their parameters back after a step that has raised."""
+        for optimizer, parts in zip(self.optimizers, self._parts, strict=True):
+            parts.leave(optimizer)
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
@@ -417,12 +446,13 @@ class ShardedStep(Observer):
 
         Raises:
             CollectiveError: Another rank does not send its share. Its parameters are
-                the old ones here.
+                the old ones here; its rows of divided ones may be new in part.
         """
-        reducer = self._reducer
+        reducer, number = self._reducer, self._number_of(optimizer)
+        self._parts[number].leave(optimizer)
         self.steps += 1
         try:
-            self.returns.start(self._number_of(optimizer))
+            self.returns.start(number)
             # If values are given up on a device, what is there of them is written, too.
             reducer.communicator.note_step()
             self.returns.settle()
@@ -522,9 +552,22 @@ class ShardedStep(Observer):
         self.returns.finish()
 
 
+def _do_nothing(_what: str) -> None:
+    """Refuse nothing: there are no logical ranks."""
+
+
 def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
     """Return the parameters of an optimizer, by group."""
     return [[*group["params"]] for group in optimizer.param_groups]
+
+
+def _leave(
+    reference: weakref.ref[Optimizer], parts: Exchanged, owners: Owners, rank: int
+) -> None:
+    """Leave an optimizer alone, because its wrapper is gone."""
+    if (optimizer := reference()) is not None:
+        parts.leave(optimizer)
+        leave_share(optimizer, owners, rank)
 
 
 def _counter_of(step: ShardedStep) -> Callable[[], int]:

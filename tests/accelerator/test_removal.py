@@ -67,6 +67,7 @@ NOT_TRIED = {
     "sharded/averaging.py _take": "Gloo on a device is not simulated",
     "sharded/checkpoint.py": "a message of the hosts",
     "sharded/pieces.py": "messages of Gloo",
+    "sharded/split_bucket.py SplitBucket._wait_for_readers": "shared memory of the CPU",
     "sharded/step.py ShardedStep._wait_for_readers": "shared memory of the CPU",
     "sync_batchnorm.py": "layers on a device are torch's own",
     "torchft/quorum.py": "tests/torchft/test_on_a_device.py",
@@ -363,6 +364,11 @@ _NOTICED_BY: Mapping[str, Mapping[str, Trial]] = {
         ),
         "ShardedBucket.room self.streams.use_buffer": body(
             SHARDED.test_a_wrapper_that_dies_after_a_step_on_another_stream
+        ),
+    },
+    "sharded/split_bucket.py": {
+        "SplitBucket._whole_grad accelerator.use_here": body(
+            SHARDED.test_divided_gradients_of_another_stream_are_replaced
         ),
     },
     "sharded/returns.py": {

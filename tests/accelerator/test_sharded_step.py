@@ -18,7 +18,7 @@ from minidp import DataParallel
 from minidp.comm import side_groups
 from minidp.errors import ShardedStepError
 from minidp.sharded import step
-from minidp.sharded.averaging import StreamedShare
+from minidp.sharded.averaging import Brought, StreamedShare, by_rank
 from tests.accelerator.scenarios import Branches, Fails, TwoDevices
 from tests.accelerator.test_lifetimes import Sums, all_memory_reused, nodes_on, take
 from tests.accelerator.training import SMALL, WAYS, Run, net, no_races, result_of
@@ -28,6 +28,7 @@ from tests.support.ranks import on_ranks
 
 VIEWS = {"gradient_as_bucket_view": True}
 UNUSED = {"find_unused_parameters": True}
+SPLIT = {"split_from_mb": 0}
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -35,6 +36,11 @@ OPTIMIZERS = {
     "foreach": lambda params: torch.optim.AdamW(params, 0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
 }
+
+
+def of_two(flat):
+    """Return what two ranks bring to a sum: a row each."""
+    return Brought([flat], [1, 1], by_rank)
 
 
 def here():
@@ -146,6 +152,20 @@ def two_optimizers(run, **options):
     return run.train(model, step=step, optimizer=first)
 
 
+def logical(run, number, *, set_to_none=True, clips=False, **options):
+    """Each rank brings one sum of four logical ranks, and two of five."""
+    options |= {"logical_ranks": number}
+    model, optimizer = divided(run, net().to(run.device()), "adamw", **options)
+
+    def step(n):
+        for leaf in model.each_logical_rank():
+            model(run.batch(10 * n + leaf)).square().mean().backward()
+        if clips:
+            model.clip_grad_norm_(0.05)
+
+    return run.train(model, step=step, optimizer=optimizer, set_to_none=set_to_none)
+
+
 def reset(run, **options):
     """A training that goes on after `reset`."""
     model, optimizer = divided(run, net().to(run.device()), **options)
@@ -165,6 +185,15 @@ SCENARIOS = {
     "static": partial(plain, static_graph=True),
     "batched": partial(plain, batched_grad_copy=True),
     "overlap": partial(plain, given={"overlap_param_gather": True}),
+    "split": partial(plain, given=SPLIT),
+    "split kept": partial(plain, set_to_none=False, given=SPLIT),
+    "split views": partial(plain, given=SPLIT, **VIEWS),
+    "split kept views": partial(plain, set_to_none=False, given=SPLIT, **VIEWS),
+    "split lazy": partial(plain, given=SPLIT, lazy_bucket_allocation=True),
+    "split unused": partial(branches, given=SPLIT),
+    "split clipped": partial(clipped, norm_type=float("inf"), given=SPLIT),
+    "split reset": partial(reset, given=SPLIT),
+    "split foreach": partial(plain, name="foreach", given=SPLIT),
     "unused": branches,
     "unused kept": partial(branches, set_to_none=False),
     "unused views": partial(branches, **VIEWS),
@@ -176,6 +205,9 @@ SCENARIOS = {
     "two devices": two_devices,
     "two devices kept": partial(two_devices, set_to_none=False),
     "two optimizers": two_optimizers,
+    "logical ranks": partial(logical, number=4),
+    "logical ranks with several sums": partial(logical, number=5, clips=True),
+    "logical ranks, kept views": partial(logical, number=5, set_to_none=False, **VIEWS),
     "in backward": in_backward,
     "in backward, clipped": partial(in_backward, clip=0.05),
     "in backward, unused": partial(in_backward, unused=True),
@@ -507,7 +539,7 @@ def test_a_recording_has_the_time_of_a_sum(ctx):
     """It is over when the sum is, and not when it is queued."""
     ones = torch.ones(500, device=ctx.device)
     with no_races():
-        total = StreamedShare(ones, [200, 300], ctx.group, 0)
+        total = StreamedShare(of_two(ones), [200, 300], ctx.group, 0)
         total.get_future().wait()
         ones.mul(2)
     total.wait()
@@ -536,6 +568,36 @@ def test_gradients_of_another_stream_are_dropped(ctx):
                 model(x).backward()
                 take(side, foreign.numel())
             optimizer.step()
+
+
+@on_ranks(2)
+def test_divided_gradients_of_another_stream_are_replaced(ctx):
+    """The user has made them there, and has another tensor of their memory."""
+    module, side = Sums().to(ctx.device), sim.new_stream()
+    model = DataParallel(module, process_group=ctx.group)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    model.sharded_step(optimizer, split_from_mb=0)
+    x = torch.ones((), device=ctx.device)
+    for _ in range(2):  # so that buckets are rebuilt
+        module.zero_grad()
+        model(x).backward()
+        optimizer.step()
+    with all_memory_reused():
+        for _ in range(3):
+            module.zero_grad()
+            with sim.held(here()):
+                with side:
+                    grads = [torch.zeros_like(p) for p in module.parameters()]
+                    for param, grad in zip(module.parameters(), grads, strict=True):
+                        param.grad = grad.view(-1)
+                here().wait_stream(side)
+                model(x).backward()
+                del grads, grad
+                take(side, *(param.numel() for param in module.parameters()))
+            optimizer.step()
+    # Each step takes the average, which is that of one rank: 500 and 300 ones.
+    weights = [torch.full_like(p, 0.5) for p in module.parameters()]
+    assert all(map(torch.allclose, module.parameters(), weights))
 
 
 @on_ranks(2)
@@ -597,7 +659,7 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
     cpu = torch.zeros(1)
     if ctx.rank == 1:  # comes when the other one has seen that it need not wait
         dist.all_reduce(cpu, group=ctx.group)
-    total = StreamedShare(ones, [200, 300], ctx.group, 0)
+    total = StreamedShare(of_two(ones), [200, 300], ctx.group, 0)
     if ctx.rank == 0:
         passed = torch.Event("sim")
         passed.record()
@@ -616,7 +678,8 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
 
 
 def as_on_the_cpu(ctx):
-    for name in ("adamw", "views", "clipped unused", "two optimizers"):
+    several_sums = "logical ranks with several sums"
+    for name in ("adamw", "views", "clipped unused", "two optimizers", several_sums):
         expected = result_of(Run(ctx, DataParallel, "cpu"), SCENARIOS[name])
         run = Run(ctx, DataParallel, "sim", "mixed_nodes")
         found = result_of(run, SCENARIOS[name])

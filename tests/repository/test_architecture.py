@@ -52,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
     | {"native", "randomness"}
     | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
-    "sharded": {"guard", "replica", "core", "comm", "hooks", "shared_memory", "layout"}
+    "sharded": {"guard", "logical", "replica", "core", "comm", "hooks"}
+    | {"shared_memory", "layout"}
     | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
@@ -106,6 +107,7 @@ KNOWS_TORCH_DISTRIBUTED = {
     "data_parallel/join",
     "data_parallel/parts",
     "data_parallel/wrapper",  # torch's Joinable
+    "sharded/distributed_checkpoint",  # DTensor, as a form of rows
     "torch_compat/names",
     "torchft/quorum",  # what to reduce by
     "run/ranks",  # starts processes, as torchrun

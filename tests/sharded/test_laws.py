@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ class Case:
     steps: tuple[Step, ...]
     scale: float | None = None  # of a GradScaler
     overlaps: bool = False  # overlap_param_gather
+    split: float | None = None  # split_from_mb
     # Optimizers step in the backward, and each of them clips to this if it is not None.
     # Then steps have no norm of their own, and are not left out.
     early: bool = False
@@ -77,6 +79,7 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             *optimizers,
             grad_scaler=scaler if scales else None,
             overlap_param_gather=case.overlaps,
+            split_from_mb=case.split,
         )
         for each in optimizers if case.early else ():
             ddp.step_in_backward(each, clip_grad_norm=case.early_clip)
@@ -189,6 +192,13 @@ orders = st.sampled_from([2.0, 2.0, 1.0, float("inf")])
 clips = st.none() | st.tuples(st.sampled_from([0.1, 1.0, 1e9]), orders)
 
 
+def clipped_for(split: float | None, step: Step) -> Step:
+    """Return the step with a norm that has torch's bits also if it is that of rows."""
+    if split is None or step.clip is None:
+        return step
+    return replace(step, clip=(step.clip[0], math.inf))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     mode = draw(st.sampled_from(["", "", "find_unused_parameters", "static_graph"]))
@@ -243,6 +253,8 @@ def cases(draw: st.DrawFn) -> Case:
     if mode:
         options[mode] = True
     chosen = draw(settings(kinds[0]))
+    split = draw(st.sampled_from([None, None, 0.0, 32 / 2**20]))
+    steps = [clipped_for(split, step) for step in steps]
     case = Case(
         model,
         tuple(options.items()),
@@ -251,8 +263,10 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(steps),
         scale,
         overlaps=draw(flag),
+        split=split,
     )
-    return early(case, draw(early_clips)) if draw(flag) and scale is None else case
+    may_be_early = draw(flag) and scale is None and split is None
+    return early(case, draw(early_clips)) if may_be_early else case
 
 
 early_clips = st.sampled_from([None, None, 0.1, 1.0])

@@ -390,7 +390,7 @@ def test_what_does_not_go_with_it(ctx):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"logical_ranks": 4}, "logical_ranks"),
+        ({"logical_ranks": 4, "audit_every": 5}, "audit_every"),
         ({"bucket_cap_mb": "auto"}, "bucket_cap_mb"),
     ],
 )
