@@ -23,7 +23,8 @@ AdamW in the same round, the optimizer's state on the rank that has most of it, 
 of memory beyond the weights in the first steps, and the number of weights that differ
 from those of torch's DDP at the end (not 0: exit status 1). On the link there is also
 the bound of any DDP: no layout of buckets could end a backward earlier whose gradients
-come when those of torch's DDP came (support/bound.py).
+come when those of torch's DDP came (support/bound.py). "In backward" has
+step_in_backward after sharded_step: a bucket steps as soon as it is reduced.
 
 Targets: with a divided step at most 0.45 of torch's DDP with AdamW, 0.40 of torch's DDP
 with ZeroRedundancyOptimizer, and less memory; on the link 0.70 of torch's DDP, and less
