@@ -70,6 +70,10 @@ PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
 SPLIT, BOTH = "minidp, split_from_mb=1", "minidp, split, overlap"
 SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
+IN_BACKWARD = "minidp, sharded_step, in backward"
+SMALL_SHARDED = "minidp, buckets of 4 MiB"
+SMALL_IN_BACKWARD = "in backward, buckets of 4 MiB"
+SMALL_BOTH = "overlap, in backward, buckets of 4 MiB"
 SMALL_SPLIT = "split, overlap, buckets of 4 MiB"
 LINK = Link(1.0)
 TIMES = "forward, backward, optimizer.step() and zero_grad()"
@@ -77,20 +81,27 @@ WARM_UP = 2  # turns
 STEPS = 4  # of a turn
 LIMITS = {TORCH: 0.45, ZERO: 0.40}
 LIMIT_ON_LINK = 0.70
-Made = tuple[nn.Module, Optimizer]
+
+
+class Made(NamedTuple):
+    """A model that is trained."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    steps_by_itself: bool = False  # inside the backward
 
 
 def _torch(net: nn.Module) -> Made:
-    return DistributedDataParallel(net), AdamW(net.parameters())
+    return Made(DistributedDataParallel(net), AdamW(net.parameters()))
 
 
 def _zero(net: nn.Module) -> Made:
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=AdamW)
-    return DistributedDataParallel(net), optimizer
+    return Made(DistributedDataParallel(net), optimizer)
 
 
 def _plain(net: nn.Module) -> Made:
-    return minidp.DataParallel(net), AdamW(net.parameters())
+    return Made(minidp.DataParallel(net), AdamW(net.parameters()))
 
 
 def _sharded(
@@ -98,12 +109,15 @@ def _sharded(
     *,
     overlaps: bool = False,
     split: float | None = None,
+    in_backward: bool = False,
     **options: float,
 ) -> Made:
     model = minidp.DataParallel(net, **options)
     optimizer = AdamW(net.parameters())
     model.sharded_step(optimizer, overlap_param_gather=overlaps, split_from_mb=split)
-    return model, optimizer
+    if in_backward:
+        model.step_in_backward(optimizer)
+    return Made(model, optimizer, steps_by_itself=in_backward)
 
 
 EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
@@ -114,16 +128,19 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     SPLIT: partial(_sharded, split=1.0),
     OVERLAPPED: partial(_sharded, overlaps=True),
     BOTH: partial(_sharded, overlaps=True, split=1.0),
-    SMALL_TORCH: lambda net: (
-        DistributedDataParallel(net, bucket_cap_mb=4),
-        AdamW(net.parameters()),
+    IN_BACKWARD: partial(_sharded, in_backward=True),
+    SMALL_TORCH: lambda net: Made(
+        DistributedDataParallel(net, bucket_cap_mb=4), AdamW(net.parameters())
     ),
+    SMALL_SHARDED: partial(_sharded, bucket_cap_mb=4),
+    SMALL_IN_BACKWARD: partial(_sharded, in_backward=True, bucket_cap_mb=4),
     SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
+    SMALL_BOTH: partial(_sharded, overlaps=True, in_backward=True, bucket_cap_mb=4),
     SMALL_SPLIT: partial(_sharded, overlaps=True, split=1.0, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
-    "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED),
-    "resnet50": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED),
+    "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED, IN_BACKWARD),
+    "resnet50": (TORCH, ZERO, PLAIN, SHARDED, OVERLAPPED, IN_BACKWARD),
     "gpt2": (TORCH, ZERO, SHARDED),  # four of them need more than 20 GiB
     "link": tuple(EVERYONE),
 }
@@ -171,7 +188,7 @@ def _state_bytes(optimizer: Any) -> int:
 
 def _turn(made: Made, data: Any, watcher: BoundWatcher | None = None) -> float:
     """Take some steps; return how long one took on the slowest rank."""
-    model, optimizer = made
+    model, optimizer, steps_by_itself = made
     dist.barrier()
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -179,7 +196,8 @@ def _turn(made: Made, data: Any, watcher: BoundWatcher | None = None) -> float:
         model(*data).backward()
         if watcher is not None:
             watcher.end_step(begin_ns)
-        optimizer.step()
+        if not steps_by_itself:
+            optimizer.step()
         optimizer.zero_grad()
     for param in model.parameters():
         param.detach()  # waits for values that are on their way
@@ -253,7 +271,7 @@ def _measure(
     for name in names:
         pairs = zip(nets[name].parameters(), weights, strict=True)
         wrong = sum(int((p != w).sum()) for p, w in pairs)
-        state = _state_bytes(made[name][1])
+        state = _state_bytes(made[name].optimizer)
         found[name] = Found(np.array(times[name]), state, wrong)
     bounds = None
     if watcher is not None:

@@ -118,16 +118,25 @@ void sum_chunk(
   }
 }
 
-// Sums lie on a stack of blocks. A row that is added as soon as it comes need not be copied there.
+// Writes the sums of `n` elements to rank `own`, or to `tiles`.
 template <typename T>
+void write_to_own(void* own, int64_t at, const T* sum, int64_t n, const Tiles* tiles) {
+  if (tiles != nullptr) {
+    tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
+  } else {
+    std::memcpy(static_cast<T*>(own) + at, sum, n * sizeof(T));
+  }
+}
+
+// Calls `write(at, sum, n)` for each part of the sum. Sums lie on a stack of blocks. A row that is
+// added as soon as it comes need not be copied there.
+template <typename T, typename Write>
 void sum_rows(
-    const std::vector<void*>& ranks,
     const std::vector<const T*>& rows,
     const SumOrder& order,
     int64_t begin,
     int64_t end,
-    int own,
-    const Tiles* tiles) {
+    const Write& write) {
   alignas(kLine) T stack[kStack];
   const int64_t block = std::min(kBlock, kStack / order.depth / kLine * kLine);
   const auto& postfix = order.postfix;
@@ -146,7 +155,7 @@ void sum_rows(
         next += block;
       }
     }
-    write_to_all(ranks, at, stack, n, own, tiles);
+    write(at, stack, n);
   }
 }
 
@@ -228,7 +237,13 @@ void sum_in_given_order(
             reinterpret_cast<const T*>(static_cast<const char*>(ranks[rank]) + row * stride));
       }
     }
-    sum_rows<T>(ranks, rows, order, begin, end, own, tiles);
+    sum_rows<T>(rows, order, begin, end, [&](int64_t at, const T* sum, int64_t n) {
+      if (bucket.bounds.empty()) {
+        write_to_all(ranks, at, sum, n, own, tiles);
+      } else {
+        write_to_own(ranks[own], at, sum, n, tiles);
+      }
+    });
   });
 }
 
@@ -285,11 +300,7 @@ void sum_share(
           Adder<T>::add(sum, values, n);
         }
       }
-      if (tiles != nullptr) {
-        tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
-      } else {
-        std::memcpy(static_cast<T*>(ranks[own]) + at, sum, n * sizeof(T));
-      }
+      write_to_own(ranks[own], at, sum, n, tiles);
     }
   });
 }
@@ -439,14 +450,14 @@ SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
     }
     const auto& bounds = bucket.bounds;
     const bool are_shares = bounds.empty() ||
-        (!bucket.order && static_cast<int>(bounds.size()) == size + 1 && bounds.front() == 0 &&
+        (static_cast<int>(bounds.size()) == size + 1 && bounds.front() == 0 &&
          bounds.back() == bucket.numel && std::is_sorted(bounds.begin(), bounds.end()));
     if (!are_shares) {
       throw std::invalid_argument("not a share for each rank");
     }
     const auto bytes = bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.type));
     offsets_.push_back(at);
-    at += row_stride(bucket) * (bucket.order ? bucket.order->most : bucket.rows(rank));
+    at += row_stride(bucket) * bucket.room();
     pieces_.push_back(std::max<int64_t>(1, round_up(bytes, kPieceBytes) / kPieceBytes));
   }
   nbytes_ = round_up(at, kPage);
@@ -520,7 +531,8 @@ void* SharedMemory::given(size_t bucket, int rank) const {
     throw std::invalid_argument("a bucket without shares, or no rank");
   }
   refuse_in_child();
-  return static_cast<char*>(addresses_[bucket][rank]) + row_stride(shape(bucket));
+  const BucketShape& found = shape(bucket);
+  return static_cast<char*>(addresses_[bucket][rank]) + found.given_row() * row_stride(found);
 }
 
 SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
@@ -629,7 +641,9 @@ bool SharedMemory::sum_own(size_t bucket, Tiles* tiles) {
   const BucketShape& shape = buckets_[bucket];
   const int64_t from = shape.bounds[rank_];
   const int64_t to = shape.bounds[rank_ + 1];
-  sum_share(addresses_[bucket], shape, from, to, rank_, tiles);
+  // A bucket with an order has all of this rank's values, and `tiles` has none.
+  const auto sum = shape.order ? sum_in_given_order : sum_share;
+  sum(addresses_[bucket], shape, from, to, rank_, tiles);
   if (tiles != nullptr) {
     const auto item = static_cast<int64_t>(c10::elementSize(shape.type));
     tiles->written.emplace_back(from * item, to * item);

@@ -47,12 +47,23 @@ struct BucketShape {
   c10::ScalarType type;
   std::shared_ptr<const SumOrder> order = nullptr;  // null: the order of Gloo's ring
   // Where the share of each rank begins, and the end of the last one; empty: no shares. With
-  // shares a rank gets the sums of its own share only, added in the order of ranks, and has a
-  // second row, through which it gives values of its share to the others.
+  // shares a rank gets the sums of its own share only, added in the order of ranks if there is no
+  // other one, and has a further row, through which it gives values of its share to the others.
   std::vector<int64_t> bounds = {};
 
+  // How many rows a rank adds to the sum.
   int32_t rows(int rank) const {
-    return order ? order->counts[rank] : (bounds.empty() ? 1 : 2);
+    return order ? order->counts[rank] : 1;
+  }
+
+  // The row through which a rank gives values: it lies behind those of all ranks.
+  int32_t given_row() const {
+    return order ? order->most : 1;
+  }
+
+  // How many rows there is room for in the file of each rank.
+  int32_t room() const {
+    return given_row() + (bounds.empty() ? 0 : 1);
   }
 };
 
@@ -68,7 +79,8 @@ void sum_in_ring_order(
     const Tiles* tiles = nullptr);
 
 // The same in the bucket's own order. Halves are rounded after each addition here, too. A rank's
-// rows lie behind each other, `row_stride(bucket)` bytes apart.
+// rows lie behind each other, `row_stride(bucket)` bytes apart. If the bucket has shares, the sums
+// are written to rank `own`, or to `tiles`, alone.
 void sum_in_given_order(
     const std::vector<void*>& ranks,
     const BucketShape& bucket,
@@ -110,7 +122,7 @@ class SharedMemory {
   const BucketShape& shape(size_t bucket) const;
   // Row 0 is the buffer. Memory of rows that nobody writes is never taken from the system.
   void* data(size_t bucket, int32_t row = 0) const;
-  // The second row of another rank, or of this one, of a bucket with shares.
+  // The row of another rank, or of this one, through which it gives values of its share.
   void* given(size_t bucket, int rank) const;
 
   // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
@@ -130,7 +142,7 @@ class SharedMemory {
   // Ranks that have not posted this rank's round of a bucket.
   std::vector<int> missing(size_t bucket) const;
 
-  // This rank's values are in the second row of a bucket with shares. Nobody may write there until
+  // This rank's values are in its row `given` of a bucket with shares. Nobody may write there until
   // all ranks have read them, of which this class knows nothing.
   void give(size_t bucket);
 

@@ -146,6 +146,10 @@ class Attachment:
         """Let each rank step its share, as `DataParallel.sharded_step` does."""
         self.data_parallel.sharded_step(*optimizers, **options)
 
+    def step_in_backward(self, optimizer: Optimizer, **options: Any) -> None:
+        """Let an optimizer step in backwards: see `DataParallel.step_in_backward`."""
+        self.data_parallel.step_in_backward(optimizer, **options)
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, **options: Any
     ) -> Tensor:

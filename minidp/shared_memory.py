@@ -90,7 +90,8 @@ class BufferShape(NamedTuple):
     dtype: torch.dtype
     order: SumOrder | None = None  # of its sum; None is that of Gloo's ring
     # Where the share of each rank begins, and the end of the last one. With shares a
-    # rank gets the sums of its own only, added in the order of ranks.
+    # rank gets the sums of its own only, added in the order of ranks if there is no
+    # other one.
     bounds: tuple[int, ...] = ()
 
     @property

@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank forgets all but its last logical rank",
-        "self._partial.add_to_bucket(plan, views)",
+        "self.partial.add_to_bucket(plan, views)",
         "None",
         first="logical_ranks",
     ),
@@ -319,6 +319,19 @@ MUTANTS = [
         "C++: sums in shared memory lie on each other",
         "next += block;",
         "next += block / 2;",
+        native=True,
+        first="shared_memory/test_orders.py",
+    ),
+    Mutant(
+        "owners add up logical ranks in the order of ranks",
+        "Brought(pieces, self._tree.counts, self._tree.add_up)",
+        "Brought(pieces, self._tree.counts, lambda rows: rows.sum(0))",
+        first="sharded/test_logical_ranks.py",
+    ),
+    Mutant(
+        "C++: owners add up logical ranks in the order of ranks",
+        "shape.order ? sum_in_given_order : sum_share",
+        "sum_share",
         native=True,
         first="shared_memory/test_orders.py",
     ),

@@ -351,7 +351,7 @@ def chaos(session: nox.Session) -> None:
 def simulation(session: nox.Session) -> None:
     """Simulated ranks, by other seeds each night; and old races, put back."""
     first = str(int(time.time()))
-    words = ("--first", first, "--runs", "1000000", "--seconds", "600")
+    words = ("--first", first, "--runs", "1000000", "--seconds", "360")
     session.run(PYTHON, "-m", "tests.simulation", *words)
     session.run(PYTHON, "-m", "tests.simulation.mutants")
 

@@ -61,6 +61,7 @@ from .groups import (
 )
 from .replacements import free_replaced, fresh_group, note_replaced
 from .side_groups import (
+    group_of_agreements,
     group_of_forwards,
     renew_side_groups,
     side_group,
@@ -121,6 +122,7 @@ __all__ = [
     "gather_json",
     "gather_rows",
     "group_name",
+    "group_of_agreements",
     "group_of_forwards",
     "group_ranks",
     "group_store",

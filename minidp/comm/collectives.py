@@ -241,35 +241,42 @@ class GatheredExchange:
 
 
 def start_scatter(
-    flat: torch.Tensor, widths: Sequence[int], group: ProcessGroup
+    flat: torch.Tensor,
+    widths: Sequence[int],
+    group: ProcessGroup,
+    counts: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, Work]:
-    """Start to send a part of a flat tensor to each rank, and to get ours from each.
+    """Start to send a part of each row to each rank, and to get ours from each.
 
     All ranks of the group must call it, in the same order. A group that is written in
-    Python and has no all-to-all gathers the whole tensors of all ranks instead.
+    Python and has no all-to-all gathers the whole rows of all ranks instead.
 
     Args:
-        flat: A tensor of one dimension. Nobody may write to it before the work is done.
-        widths: How many of its elements each rank gets, by rank, one part behind the
-            other. They are the same on all ranks, and may be 0.
+        flat: A tensor of one dimension: what goes to rank 0 of all rows of this rank,
+            one row behind the other, then what goes to rank 1, and so on. Nobody may
+            write to it before the work is done.
+        widths: How many elements of a row each rank gets, by rank. They are the same on
+            all ranks, and may be 0.
         group: The process group.
+        counts: How many rows each rank brings, by rank; by default one.
 
     Returns:
-        A tensor of shape (ranks, own width), which is valid once the work has been
-        waited for; and that work.
+        A tensor of shape (rows of all ranks, own width), in the order of ranks, which
+        is valid once the work has been waited for; and that work.
     """
     ranks, rank = len(widths), group.rank()
-    arrived = flat.new_empty(ranks, widths[rank])
-    to_get = [widths[rank]] * ranks
+    counts = [1] * ranks if counts is None else counts
+    arrived = flat.new_empty(sum(counts), widths[rank])
+    to_get = [count * widths[rank] for count in counts]
+    to_send = [counts[rank] * width for width in widths]
     options = dist.AllToAllOptions()
-    message = arrived.view(-1), flat, to_get, list(widths), options
+    message = arrived.view(-1), flat, to_get, to_send, options
     if not is_python_group(group):
         return arrived, group.alltoall_base(*message)
     try:
         return arrived, PythonWork(group.alltoall_base(*message))
     except RuntimeError:  # the Python group has no all-to-all, on all ranks alike
-        start = sum(widths[:rank])
-        return arrived, GatheredParts(flat, start, group, arrived)
+        return arrived, GatheredParts(flat, widths, counts, group, arrived)
 
 
 def start_sharing(
@@ -324,7 +331,8 @@ class GatheredParts:
 
     Args:
         flat: What this rank brings.
-        start: Where the part of this rank begins.
+        widths: How many elements of a row each rank gets.
+        counts: How many rows each rank brings.
         group: The process group.
         arrived: What is written when this is waited for.
     """
@@ -332,21 +340,29 @@ class GatheredParts:
     def __init__(
         self,
         flat: torch.Tensor,
-        start: int,
+        widths: Sequence[int],
+        counts: Sequence[int],
         group: ProcessGroup,
         arrived: torch.Tensor,
     ) -> None:
+        rank = group.rank()
+        if lacking := (max(counts) - counts[rank]) * sum(widths):
+            flat = torch.cat([flat, flat.new_zeros(lacking)])
         self._rows, self._work = start_gathering(flat, group)
-        self._start, self._arrived = start, arrived
+        self._before, self._width = sum(widths[:rank]), widths[rank]
+        self._counts, self._arrived = counts, arrived
         self.get_future = self._work.get_future
         self.is_completed = self._work.is_completed
 
     def wait(self) -> None:
-        """Wait for the tensors of all ranks, and keep the parts of this one."""
+        """Wait for the rows of all ranks, and keep the parts of this one."""
         self._work.wait()
         use_here(self._rows, self._arrived)
-        stop = self._start + self._arrived.shape[1]
-        self._arrived.copy_(self._rows[:, self._start : stop])
+        found = [
+            row[count * self._before :][: count * self._width]
+            for row, count in zip(self._rows, self._counts, strict=True)
+        ]
+        torch.cat(found, out=self._arrived.view(-1))
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -41,6 +41,7 @@ from .work import FutureWork, Work, current_deadline, is_python_group, waiting
 logger = logging.getLogger("minidp")
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.005
+_SHORTEST_SECONDS = 0.001  # of a wait with a limit
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
@@ -63,6 +64,7 @@ class Question(Protocol):
     stepped: set[int]  # ranks that have made the coming optimizer step already
     reducing: set[int]  # ranks that are in the next backward without it
     gone: set[int]  # ranks that are further, wait elsewhere, or have ended
+    ahead: set[int]  # those of them that are further, or have ended: they never come
 
     def drop(self) -> None:
         """Forget the question: nobody waits for the answer any more."""
@@ -309,6 +311,15 @@ class Communicator:
     def started(self) -> int:
         """How many collectives this rank has started since the last `reset`."""
         return self.tally.started
+
+    @property
+    def answers_questions(self) -> bool:
+        """Whether ranks that wait in collectives answer questions meanwhile.
+
+        They do if they wait in slices (`answerers`): not on a device, and not without a
+        limit.
+        """
+        return self.limit is not None and self._is_timed
 
     @property
     def _awaited(self) -> int:
@@ -678,8 +689,9 @@ def is_done_within(work: Any, seconds: float) -> bool:
     """
     if hasattr(work, "is_done_within"):
         return bool(work.is_done_within(seconds))
+    # Torch counts in whole milliseconds, and to it 0 of them are no limit at all.
     with suppress(RuntimeError):  # timed out or failed: see below
-        work.wait(timedelta(seconds=seconds))
+        work.wait(timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
         return True
     return bool(work.is_completed())
 

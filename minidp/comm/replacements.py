@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,13 @@ def fresh_group(
     # numbers differ would wait for each other.
     ranks, backend = group_ranks(group), backend_name(group)
     config = dist.get_backend_config(group) if backend == "undefined" else backend
-    name = f"{key_prefix(group)}/{key}"
+    prefix = key_prefix(group)
+    # A group that replaces a replacement is named by the first one, or names would grow
+    # with each failure. Others may use the same key on the first one, so the name of
+    # the group goes in, too, as a number.
+    place = _fresh.get(group, prefix)
+    number = hashlib.sha256(prefix.encode()).hexdigest()[:12]
+    name = f"{place}/{key}" if place == prefix else f"{place}/{number}/{key}"
 
     def connected() -> ProcessGroup:
         made: ProcessGroup = c10d._new_process_group_helper(
@@ -72,7 +79,7 @@ def fresh_group(
         # On a device nothing is connected yet, and a thread has another current device.
         created = connect() if device else in_time(connect, seconds)
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
-    _fresh.add(created)
+    _fresh[created] = place
     if device is not None:
         with waiting():
             all_reduce(torch.zeros(1, device=device), created)
@@ -98,7 +105,9 @@ def _unbound() -> Iterator[None]:
         default.bound_device_id = device
 
 
-_fresh: WeakSet[ProcessGroup] = WeakSet()  # the groups that `fresh_group` created
+# The groups that `fresh_group` created, with the store's place of the first group that
+# was replaced.
+_fresh: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 # Those of them that were replaced since.
 _replaced: world.PerProcess[list[ref[ProcessGroup]]] = world.PerProcess(list)
 

@@ -87,6 +87,16 @@ def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
     return side_group(group, "forwards") if is_timed(group) else group
 
 
+def group_of_agreements(group: ProcessGroup) -> ProcessGroup:
+    """Return the group for what ranks tell each other while buckets are on their way.
+
+    On Gloo it is a `side_group`, because in ``group`` a small message would queue
+    behind the buckets. All ranks must make the first call together, because it creates
+    the group. On other backends it is ``group`` itself.
+    """
+    return side_group(group, "agreements") if is_timed(group) else group
+
+
 def way_of_hosts(
     group: ProcessGroup, device: torch.device
 ) -> tuple[ProcessGroup, torch.device]:

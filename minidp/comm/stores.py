@@ -26,6 +26,7 @@ from .groups import ProcessGroup, group_name, group_ranks, is_initialized
 from .work import waiting
 
 logger = logging.getLogger("minidp")
+LONGEST_POLL_SECONDS = 0.25
 POLL_SECONDS = 0.02  # store.wait() would log each time it times out
 
 _marks: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
@@ -140,11 +141,13 @@ def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
     """Wait at most so long for all ``ranks`` to post, and return what came, by rank."""
-    deadline = world.now() + seconds
+    began = world.now()
     found: dict[int, Any] = {}
     with waiting():
         while True:
             found |= read_json(store, topic, set(ranks) - found.keys())
-            if len(found) == len(ranks) or world.now() > deadline:
+            waited = world.now() - began
+            if len(found) == len(ranks) or waited > seconds:
                 return dict(sorted(found.items()))
-            world.sleep(POLL_SECONDS)
+            # Whoever waits for a minute asks four times a second.
+            world.sleep(min(max(POLL_SECONDS, waited / 20), LONGEST_POLL_SECONDS))

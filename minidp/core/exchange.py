@@ -7,6 +7,8 @@ rank waits before it reads a sum, or starts the next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from minidp.comm import (
     Communicator,
     HostWork,
     NoWork,
+    ProcessGroup,
     Work,
     all_reduce,
     group_of_forwards,
@@ -56,6 +59,9 @@ class Exchange:
         uses_forward_group: bool = False,
     ) -> None:
         self._part, self._by_rank = part, by_rank
+        # Returns the group through which the sum travels, if it is another one than the
+        # communicator's, which it gets.
+        self.way: Callable[[ProcessGroup], ProcessGroup] | None = None
         self.uses_forward_group = uses_forward_group
         self.is_open = False  # started, and its owner has not read it yet
         # The sum, or a row for each rank, valid after `settle`; None before the first.
@@ -110,7 +116,8 @@ class Exchange:
                     mine, group_of_forwards(group)
                 )
             else:
-                self.values, self._work = mine, all_reduce(mine, group)
+                way = group if self.way is None else self.way(group)
+                self.values, self._work = mine, all_reduce(mine, way)
             self._mine = mine
             self._communicator.note_started(self._work, self.device)
 

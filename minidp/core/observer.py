@@ -39,8 +39,9 @@ class                   room              methods
 ======================  ================  ==============================================
 ItemCounts              core              launching, finishing, abandon
 StepInBackward          data_parallel     reduced, finished
-ShardedStep             sharded           begins, added_locally, launching, finished,
-                                          abandon
+ShardedStep             sharded           begins, added_locally, launching, finishing,
+                                          finished, abandon
+EarlySteps              sharded           reduced, finished, abandon
 AutotunePolicy          autotune          finished: counts backwards between trials
 LocalActs               guard             added_locally, ended_without_gradients,
                                           finished, abandon

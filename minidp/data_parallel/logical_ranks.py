@@ -16,6 +16,7 @@ from minidp.core import without_user_modes
 from minidp.errors import LogicalRankError, UnavailableError, explain
 from minidp.logical import Audit, AuditOptions, LogicalRanks, conditions
 
+from . import sharded_step
 from .sync_gradients import failing
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ def each_logical_rank(  # noqa: D417 -- self: a method
 
     After the loop ``.grad`` is the mean over all logical ranks (with
     ``average_over="items"`` over all items), and has the same bits on any number of
-    ranks up to that of logical ranks. All ranks run the loop together. In the body of
-    each turn module buffers are those of the step's beginning, and random numbers
-    depend on seed, step and logical rank alone; after the loop generators are as before
-    it. Of several backwards in one turn all but the last belong into `no_sync`.
+    ranks up to that of logical ranks. With `sharded_step` only the rank that owns a
+    parameter has its mean, and the new values have the same bits. All ranks run the
+    loop together. In the body of each turn module buffers are those of the step's
+    beginning, and random numbers depend on seed, step and logical rank alone; after the
+    loop generators are as before it. Of several backwards in one turn all but the last
+    belong into `no_sync`.
 
     With ``audit_every`` an audited step first yields a logical rank of another rank
     (one that is not in `logical_block`), and after an alarm some a second time. Their
@@ -112,6 +115,8 @@ def build(ddp: DataParallel, checked: Arguments) -> LogicalRanks | None:
 
     def sync_buffers(*, before_loop: bool) -> Mapping[str, Tensor]:
         replication: Replication = wrapper._replication
+        if before_loop:
+            sharded_step.before_loop(wrapper)
         replication.collect(wrapper.module)
         if wrapper.forward_sync_buffers and replication.buffers:
             with (

@@ -15,8 +15,10 @@ from minidp.comm import gather_integers, way_of_hosts
 from minidp.console import warn
 from minidp.core import Phase, without_user_modes
 from minidp.errors import ShardedStepError, explain, shortened
+from minidp.guard import check_partial
 from minidp.replica import verify
 from minidp.sharded import (
+    EarlySteps,
     OptimizerShare,
     ShardedStep,
     balanced,
@@ -27,6 +29,7 @@ from minidp.sharded import (
     is_elementwise,
     keep_own,
     rows_to_divide,
+    steps_in_backward,
     whole_state,
 )
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 _COMPARING = "comparing what the ranks pass to sharded_step"
+_COMPARING_EARLY = "comparing what the ranks pass to step_in_backward"
 
 
 def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
@@ -58,7 +62,10 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
     the parameter; on the others its ``.grad`` is None. ``optimizer.step()`` steps the
     share of this rank, and returns when all ranks have the new values of all
     parameters; on an accelerator the stream that is current has them then. The bits are
-    those of a plain loop on two ranks.
+    those of a plain loop on two ranks. With ``logical_ranks`` they are those of a plain
+    loop over logical ranks, on any number of ranks: see `each_logical_rank`. With
+    ``model.step_in_backward(optimizer)`` after it each bucket steps as soon as it is
+    reduced, and the loop calls no step.
 
     Args:
         optimizers: Optimizers that together hold all parameters of the module, each of
@@ -96,7 +103,7 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
     Raises:
         TypeError: An optimizer cannot be divided.
         ValueError: A parameter is in no optimizer, or in two; or an option of the
-            wrapper does not go with it.
+            wrapper does not go with it, such as ``audit_every``.
         ReplicaMismatchError: The ranks pass different optimizers, or another rank has
             raised one of the errors above.
     """
@@ -143,6 +150,8 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
         scales=scales,
         awaits_values=overlap_param_gather and not _has_script(self),
     )
+    if self._logical is not None:
+        self._sharded.refuse_in_loop = self._logical.refuse_early
     self.register_forward_pre_hook(_before_forward)
     for optimizer in optimizers:
         self._guard.leave_to_others(optimizer)
@@ -151,6 +160,68 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
         keep_own(optimizer, reducer, owners, number)
     with without_user_modes(keeps_inference=True):
         reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+
+
+def step_in_backward(
+    ddp: DataParallel, optimizer: Optimizer, clip_grad_norm: float | None
+) -> None:
+    """Let a divided optimizer step inside backwards; see `DataParallel`'s method.
+
+    All ranks call it together.
+
+    Raises:
+        TypeError: The optimizer cannot step on a part of its parameters.
+        ValueError: It is not divided, or steps in the backward already; or something
+            does not go with it.
+        ReplicaMismatchError: The ranks call it with different arguments, or another
+            rank has raised one of the errors above.
+    """
+    sharded, reducer = ddp._sharded, ddp._reducer
+    assert sharded is not None
+    early = steps_in_backward(reducer)
+    try:
+        check_partial(optimizer, clip_grad_norm)
+        if reason := _obstacle_in_backward(ddp, sharded):
+            raise ValueError(f"step_in_backward after sharded_step: {reason}.")
+        numbers = [n for n, o in enumerate(sharded.optimizers) if o is optimizer]
+        name = type(optimizer).__name__
+        if not numbers:
+            raise ValueError(
+                f"step_in_backward: this {name} was not passed to sharded_step, so "
+                "nothing divides its steps. What to do: pass it to both, to "
+                "sharded_step first."
+            )
+        if early is not None and early.has(numbers[0]):
+            raise ValueError(f"This {name} steps in the backward already.")
+    except Exception as error:
+        with reducer.communicator.blocking(_COMPARING_EARLY):
+            verify.verify(error, ddp.process_group, reducer.params[0].device)
+        raise
+    texts = {
+        "optimizer of step_in_backward": str(numbers[0]),
+        "option clip_grad_norm": str(clip_grad_norm),
+    }
+    with reducer.communicator.blocking(_COMPARING_EARLY):
+        verify.verify(texts, ddp.process_group, reducer.params[0].device)
+    if early is None:
+        sharded.bring_rest()
+        early = EarlySteps(sharded, reducer, ddp._guard)
+        with sharded.moving(), without_user_modes(keeps_inference=True):
+            reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+    early.add(numbers[0], clip_grad_norm)
+
+
+def _obstacle_in_backward(ddp: DataParallel, sharded: ShardedStep) -> str:
+    """Return why divided optimizers cannot step in backwards, or ""."""
+    obstacles = {
+        "it does not go with a GradScaler, which decides after the backward whether to "
+        "step": sharded.scales,
+        "it does not go with logical_ranks": ddp._logical is not None,
+        "it does not go with split_from_mb": any(sharded.owners.rows),
+        "call it before the first forward of a step, and not while a backward is to "
+        "come": ddp._reducer.phase.now is not Phase.IDLE,
+    }
+    return next((text for text, is_there in obstacles.items() if is_there), "")
 
 
 def whole_optimizer_state(  # noqa: D417 -- self: a method
@@ -243,6 +314,16 @@ def _before_forward(ddp: DataParallel, _inputs: object) -> None:
             _let_gradients_move(ddp, sharded)
 
 
+def before_loop(ddp: DataParallel) -> None:
+    """Tell other ranks that no step has come, before a loop over logical ranks.
+
+    The loop may broadcast module buffers, for which it would wait in vain. And what it
+    writes to shared memory nobody may still read from the last backward.
+    """
+    if ddp._sharded is not None:
+        ddp._sharded.before_forward(waits=True)
+
+
 def _has_script(ddp: DataParallel) -> bool:
     # TorchScript reads parameters without calling anything of Python.
     is_script = [isinstance(m, torch.jit.ScriptModule) for m in ddp.module.modules()]
@@ -289,10 +370,22 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
             cannot calculate it, as that of order infinity of an empty gradient.
         ShardedStepError: With `sharded_step` some rank does not call it, or with other
             arguments, or has gradients that were not averaged. All ranks raise it.
+        LogicalRankError: With `sharded_step` it is called in the loop over logical
+            ranks.
     """
     if self._sharded is None:
         return torch.nn.utils.clip_grad_norm_(
             self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    if steps_in_backward(self._reducer) is not None:
+        raise ShardedStepError(
+            explain(
+                self._reducer.rank,
+                "clip_grad_norm_ was called, but an optimizer has applied gradients "
+                "already, inside the backward.",
+                remedy="pass the norm there: step_in_backward(optimizer, "
+                "clip_grad_norm=...)",
+            )
         )
     return self._sharded.clip_grad_norm_(
         float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
@@ -301,16 +394,20 @@ def clip_grad_norm_(  # noqa: D417, FBT -- a method, with the signature of torch
 
 def _obstacle(ddp: DataParallel) -> str:
     """Return what the wrapper has that makes a divided step impossible, or ""."""
-    reducer, given = ddp._reducer, ddp._given
+    reducer, given, logical = ddp._reducer, ddp._given, ddp._logical
     queue = reducer.queue
     obstacles = {
         "a second call of sharded_step": ddp._sharded is not None,
-        "logical_ranks": ddp._logical is not None,
+        "audit_every": logical is not None and logical.audit is not None,
+        "a loop over logical ranks that has begun": logical is not None
+        and logical.is_in_loop,
         "minidp.torchft": type(ddp).__module__.startswith("minidp.torchft"),
         "a comm hook": queue.averaging.comm_hook is not None,
         'bucket_cap_mb="auto"': given.bucket_cap_mb == "auto",
         "sparse gradients": any(spec.sparse for spec in queue.specs),
-        "step_in_backward": any(each.uses_grads for each in queue.observers.everybody),
+        "step_in_backward before it (call it after it)": any(
+            each.uses_grads for each in queue.observers.everybody
+        ),
         "another wrapper of the same parameters": ddp._guard.shares_parameters,
         "join()": ddp._join_config.enable,
         "a backward that has begun, or is to come": reducer.phase.now is not Phase.IDLE,
@@ -326,10 +423,20 @@ def _rows_to_divide(
     *,
     elementwise: bool,
 ) -> list[int]:
-    """Return for each parameter how many rows are divided among the ranks, or 0."""
+    """Return for each parameter how many rows are divided among the ranks, or 0.
+
+    Raises:
+        ValueError: There are logical ranks.
+    """
     specs, ranks = ddp._reducer.queue.specs, ddp.process_group.size()
     if split_from_mb is None:
         return [0] * len(specs)
+    if ddp._logical is not None:
+        raise ValueError(
+            "sharded_step(split_from_mb=...) does not go with logical_ranks: the "
+            "number of ranks would change the last bits of a clipped norm. What to do: "
+            "leave out split_from_mb, so that each parameter has one owner."
+        )
     may = [is_elementwise(each, is_told=elementwise) for each in optimizers]
     are_fused = [any(g.get("fused") for g in each.param_groups) for each in optimizers]
     return [
@@ -385,11 +492,20 @@ def repair(ddp: DataParallel, wrong: list[int]) -> list[int]:
         group, rank = ddp.process_group, ddp._reducer.rank
         with ddp._reducer.communicator.blocking("comparing the shares in reset()"):
             way, place = way_of_hosts(group, ddp._reducer.params[0].device)
-            steps = [row[0] for row in gather_integers([sharded.steps], way, place)]
+            early = steps_in_backward(ddp._reducer)
+            mine = [sharded.steps, int(early is not None and early.is_half)]
+            rows = gather_integers(mine, way, place)
         sharded.bring_all()
-        sharded.steps = max(steps)
-        if len(set(steps)) > 1:
-            found = ", ".join(f"{n} on rank {r}" for r, n in enumerate(steps))
+        sharded.steps = max(steps for steps, _ in rows)
+        if early is not None:
+            early.is_half = False
+            early.agreement.connect()  # perhaps in another group
+        if len({steps for steps, _ in rows}) > 1 or any(half for _, half in rows):
+            parts = "", " and a part of the next one"
+            found = ", ".join(
+                f"{steps}{parts[half]} on rank {r}"
+                for r, (steps, half) in enumerate(rows)
+            )
             warn(
                 explain(
                     rank,

@@ -158,7 +158,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         audit_every: In one of so many steps, let other ranks compute again a part of
             what each rank has computed, and find a rank whose hardware or settings
             change bits; 0 is never, "auto" is 500. It needs ``logical_ranks``, and a
-            loop that trains on whatever logical rank comes: see `each_logical_rank`.
+            loop that trains on whatever logical rank comes: see `each_logical_rank`. It
+            does not go with `sharded_step`.
         audit_action: Whether an audit that finds a difference shall "raise" an error on
             all ranks, before the optimizer steps, or "warn". Both name rank and host.
 
@@ -365,6 +366,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         params = [p for n, p in named if p.requires_grad and n not in ignored]
         stepper = torch_compat.adopt_planted_optimizers(params, self._guard)
         if stepper is not None:
+            sharded_step.refuse(self, "_apply_optimizer_in_backward")
             self._replication.add_stepper(stepper)
 
     _run_ddp_forward = torch_compat.run_splitting
@@ -475,6 +477,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         ``optimizer.zero_grad()``. Backwards inside ``no_sync()`` do not step. If a
         backward fails, some buckets may have stepped already: reload a checkpoint.
 
+        After `sharded_step` each rank steps its share of a bucket, and sends the new
+        values at once. All ranks then call this together, and no rank steps before the
+        backwards of all are over.
+
         Args:
             optimizer: Any optimizer that keeps its state per parameter; LBFGS does not.
             clip_grad_norm: Clip the optimizer's gradients to this norm. All parameters
@@ -482,9 +488,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         Raises:
             TypeError: The optimizer cannot step on a part of its parameters.
-            ValueError: It steps in a backward already, or holds none of the parameters.
+            ValueError: It steps in a backward already, or holds none of the parameters;
+                or after `sharded_step` it was not passed there, or something does not
+                go with it.
+            ReplicaMismatchError: After `sharded_step` other ranks pass something else.
         """
-        sharded_step.refuse(self, "step_in_backward")
+        if self._sharded is not None:
+            sharded_step.step_in_backward(self, optimizer, clip_grad_norm)
+            return
         step = StepInBackward(optimizer, self._guard, clip_grad_norm)
         self._guard.expect_in_backward(optimizer)
         self._replication.add_stepper(step)

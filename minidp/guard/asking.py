@@ -11,6 +11,7 @@ from minidp.core import Observer, Reducer
 from .comparison import Kind
 
 if TYPE_CHECKING:
+    from .mistakes import Suspicion
     from .optimizer_guard import Guard
 
 
@@ -27,13 +28,15 @@ class LookAgain(Observer):
 
 
 class AskInBackward(Observer):
-    """Let a guard ask the other ranks when the coming backward begins, once.
+    """Let a guard ask the other ranks when the coming backward begins.
 
-    There they all wait for this rank, so they can answer.
+    There they all wait for this rank, so they can answer. If one of them is too late
+    for that, nothing is decided, and the guard asks again in the next backward.
 
     Args:
         guard: The guard that asks.
         kind: Why it asks.
+        suspicion: Gets the guard, and returns what it suspects.
         conclude: Gets the guard and the verdict.
         is_needed: Returns whether to ask after all.
         looks_again: As in `Comparison.with_waiting_ranks`.
@@ -43,6 +46,7 @@ class AskInBackward(Observer):
         self,
         guard: Guard,
         kind: Kind,
+        suspicion: Callable[[Guard], Suspicion],
         conclude: Callable[..., None],
         is_needed: Callable[[Guard], bool] = lambda _: True,
         *,
@@ -50,16 +54,22 @@ class AskInBackward(Observer):
     ) -> None:
         self._kind, self._looks_again = kind, looks_again
         self._guard = weakref.proxy(guard)  # a cycle would keep buckets
-        self._conclude, self._is_needed = conclude, is_needed
+        self._suspicion, self._conclude = suspicion, conclude
+        self._is_needed = is_needed
 
     def begins(self) -> None:
         """Leave the observers, and ask if that is still needed."""
-        self._guard.reducer.queue.observers.remove(self)
-        if self._is_needed(self._guard):
-            verdict = self._guard.comparison.with_waiting_ranks(
-                self._kind, looks_again=self._looks_again
-            )
-            self._conclude(self._guard, verdict)
+        guard = self._guard
+        guard.reducer.queue.observers.remove(self)
+        if not self._is_needed(guard):
+            return
+        verdict = guard.comparison.with_waiting_ranks(
+            self._kind, looks_again=self._looks_again
+        )
+        if verdict.late:
+            guard.changes.ask_later(self._suspicion(guard))
+        else:
+            self._conclude(guard, verdict)
 
 
 def add_once(reducer: Reducer, observer: Observer) -> bool:

@@ -75,6 +75,9 @@ class Verdict:
     can_ask: bool = True
     stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
     reducing: frozenset[int] = frozenset()  # ranks that went on without the step
+    # Ranks that have not come, but answer a later question if they are merely late:
+    # nothing shows that they have gone on to where nobody will ask them.
+    awaited: frozenset[int] = frozenset()
     is_rounding: bool = False  # the digests differ, but no value does by much
     is_same_part: bool = True  # all that answered step the same parameters
     kinds: frozenset[Kind] = frozenset({Kind.NOW})  # why the ranks have come
@@ -95,9 +98,20 @@ class Verdict:
         return self.are_all_here and not self.is_proof
 
     @property
+    def late(self) -> frozenset[int]:
+        """Ranks that may still come to where the others are.
+
+        To be late is no mistake, and without these ranks nobody knows whether the
+        others differ by more than rounding, or have all done the same. So nothing is
+        decided, and the ranks have to ask once more.
+        """
+        return self.awaited - self.stepped - self.reducing
+
+    @property
     def is_proof(self) -> bool:
-        """Whether ranks that answered hold different values."""
-        return len(set(self.digests.values())) > 1 and not self.is_rounding
+        """Whether all ranks but those that went on hold different values."""
+        differ = len(set(self.digests.values())) > 1
+        return differ and not self.is_rounding and not self.late
 
     @property
     def proves_mistake(self) -> bool:
@@ -244,8 +258,10 @@ class Comparison:
         """Compare all parameters at the beginning of a synchronised backward.
 
         The other ranks wait for this rank in the same backward, and answer from there.
-        In a backward, too, the wait has an end, and then nothing is decided. If a rank
-        never comes, the wait for the first bucket, which follows, names it.
+        In a backward, too, the wait has an end, because a late rank may wait for this
+        one elsewhere. Then nothing is decided, and `Verdict.late` tells who may answer
+        in the next backward. If a rank never comes, the wait for the first bucket,
+        which follows, names it.
 
         Args:
             kind: Why this rank asks.
@@ -337,6 +353,9 @@ class Comparison:
         nobody: frozenset[int] = frozenset()
         stepped = absent & (nobody if passed is None else passed.stepped)
         reducing = absent & (nobody if passed is None else passed.reducing)
+        awaited = nobody
+        if passed is not None and communicator.answers_questions:
+            awaited = absent - passed.ahead
         if absent and communicator.peers.is_alone and not (stepped | reducing):
             # Perhaps they have no such wrapper, or another number for it: no proof.
             return Verdict(dict.fromkeys(ranks, digests[communicator.rank]), ranks)
@@ -356,6 +375,7 @@ class Comparison:
             ranks,
             stepped=stepped,
             reducing=reducing,
+            awaited=awaited,
             is_rounding=is_rounding,
             is_same_part=is_same_part,
             kinds=kinds,

@@ -155,14 +155,47 @@ class Changes:
             expected="the same parameters on all ranks",
             remedy=remedy,
         )
-        change = Change(
+        self.look_again(self._of_all(suspicion))
+
+    def ask_later(self, suspicion: Suspicion) -> None:
+        """Ask in the next backward again what a late rank has left open in this one.
+
+        By then parameters may be moved for a while. So ranks that differ there look
+        again after the step that follows. After local training, or a complaint that
+        did not become an error, they differ for another reason, and nobody asks.
+
+        Args:
+            suspicion: What this rank suspects.
+        """
+
+        def is_needed(guard: Guard) -> bool:
+            return not (guard.doubts.was_local or guard.doubts.was_excused)
+
+        here = f"on rank {self._reducer.rank}"  # other ranks may have to tell of it
+        what = suspicion.what.replace("on this rank", here)
+        self._ask_in_backward(self._of_all(replace(suspicion, what=what)), is_needed)
+
+    def _ask_in_backward(
+        self, change: Change, is_needed: Callable[[Guard], bool] = lambda _: True
+    ) -> None:
+        suspicion = change.suspicion
+        ask = AskInBackward(
+            self._guard,
+            Kind.CHANGE,
+            lambda _: suspicion,
+            functools.partial(_conclude_in_backward, change=change),
+            is_needed,
+            looks_again=(suspicion.what, suspicion.remedy),
+        )
+        add_once(self._reducer, ask)
+
+    def _of_all(self, suspicion: Suspicion) -> Change:
+        return Change(
             indices=frozenset(range(len(self._reducer.params))),
             finalized=self._reducer.ledger.finalized,
             is_for_good=False,
             suspicion=suspicion,
-            is_known_to_all=True,
         )
-        self._note(change)
 
     def judge_in_forward(self) -> None:
         """Judge a change that no optimizer step has followed, in the next forward.
@@ -254,10 +287,7 @@ class Changes:
             guard.conclude(verdict, suspicion=change.suspicion)
         else:
             self.trust.note(is_decided=False)  # it has taken long
-            conclude = functools.partial(_conclude_in_backward, change=change)
-            text = change.suspicion.what, change.suspicion.remedy
-            ask = AskInBackward(guard, Kind.CHANGE, conclude, looks_again=text)
-            add_once(self._reducer, ask)
+            self._ask_in_backward(change)
 
     def look_again(self, change: Change) -> None:
         """Judge a change after the next step, as all ranks do, because they differ."""

@@ -47,6 +47,7 @@ from minidp.errors import (
     DoubleStepError,
     ItemCountError,
     MiniDPError,
+    ShardedStepError,
     UnsyncedGradientsError,
     explain,
 )
@@ -445,15 +446,16 @@ class Guard:
         opened, self.open_step = self.open_step, None
         self._open_parts.clear()
         tells = after_step and opened.tells
+        suspicion = replace(opened.suspicion, expected=_SAME_AFTER)
         conclude = functools.partial(
             Guard._conclude_step,
-            suspicion=replace(opened.suspicion, expected=_SAME_AFTER),
+            suspicion=suspicion,
             made_elsewhere=after_step and not opened.tells,
         )
-        is_over = verdict.are_all_here or tells
+        is_over = verdict.are_all_here or (tells and not verdict.late)
         # If no synchronised backward has come since the last step like this, it is not
         # known whether there will be one.
-        ask = AskInBackward(self, Kind.STEP, conclude)
+        ask = AskInBackward(self, Kind.STEP, lambda _: suspicion, conclude)
         if is_over or not add_once(self.reducer, ask):
             conclude(self, verdict)
 
@@ -501,8 +503,13 @@ class Guard:
         if has_others or not is_comparable:
             return
         if self.comparison.can_ask:
-            conclude, is_needed = Guard._conclude_skipped, Guard._is_skip_suspicious
-            ask = AskInBackward(self, Kind.SKIP, conclude, is_needed)
+            ask = AskInBackward(
+                self,
+                Kind.SKIP,
+                Guard._suspect_left_out_step,
+                Guard._conclude_skipped,
+                Guard._is_skip_suspicious,
+            )
             add_once(self.reducer, ask)
 
     def _compare_after_local_steps(self) -> None:
@@ -520,6 +527,19 @@ class Guard:
         """Return whether a step is still left out when the backward begins."""
         return self._steps.is_one_left_out
 
+    def _suspect_left_out_step(self) -> Suspicion:
+        return Suspicion(
+            f"{self._steps.describe_left_out()} on this rank since a backward "
+            "averaged gradients, and the replicas differ now: other ranks have "
+            "made a step, or parameters were changed by hand on some ranks only.",
+            names=self.reducer.names,
+            expected="the same parameters on all ranks",
+            remedy="if an exception after backward() was caught, leave out the "
+            "step on all ranks alike; and change parameters by hand on all ranks "
+            "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
+            "rank 0's parameters, buffers and optimizer state, then zero_grad()",
+        )
+
     def _conclude_skipped(self, verdict: Verdict) -> None:
         """Complain of a step that was left out, if the comparison is a proof.
 
@@ -532,25 +552,17 @@ class Guard:
             if self.replica_check is not None:
                 self.replica_check.compare_soon()
         elif verdict.is_proof:
-            suspicion = Suspicion(
-                f"{self._steps.describe_left_out()} on this rank since a backward "
-                "averaged gradients, and the replicas differ now: other ranks have "
-                "made a step, or parameters were changed by hand on some ranks only.",
-                names=self.reducer.names,
-                expected="the same parameters on all ranks",
-                remedy="if an exception after backward() was caught, leave out the "
-                "step on all ranks alike; and change parameters by hand on all ranks "
-                "alike. To go on, call reset(copy_from=0) on all ranks, which copies "
-                "rank 0's parameters, buffers and optimizer state, then zero_grad()",
-            )
-            self.conclude(verdict, suspicion=suspicion)
+            self.conclude(verdict, suspicion=self._suspect_left_out_step())
         else:
             # No rank has an optimizer, as in a benchmark: that soon costs nothing.
             is_usual = verdict.have_all_left_out and not self._steps.has_any
             self._skip_trust.note(is_decided=verdict.are_all_here, is_usual=is_usual)
 
     def conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
-        """Complain if a comparison of parameters is a proof, or learn from it."""
+        """Complain if a comparison of parameters is a proof, or learn from it.
+
+        What ranks have left open that may answer later is asked again.
+        """
         text = suspicion.to_text(self.reducer.rank, verdict.describe("parameters"))
         if verdict.is_proof:
             self.changes.trust, self._skip_trust = Trust(), Trust()
@@ -558,6 +570,8 @@ class Guard:
             self._complain(text, tells_others=True)
         elif verdict.are_all_here:
             self.changes.trust.note(is_decided=True)
+        elif verdict.awaited:
+            self.changes.ask_later(suspicion)
         elif not self._has_warned and not self._steps_parts:
             self._has_warned = True
             warn(
@@ -659,11 +673,14 @@ class Guard:
         """Let ``optimizer`` step unchecked in the block.
 
         Raises:
-            MiniDPError: The block raised an `Exception`, which becomes its cause.
+            MiniDPError: The block raised an `Exception`, which becomes its cause. A
+                ShardedStepError stays what it is.
         """
         self._allowed.add(id(optimizer))
         try:
             yield
+        except ShardedStepError:
+            raise
         except Exception as error:
             text = explain(
                 self.reducer.rank,
@@ -674,7 +691,8 @@ class Guard:
             )
             raise MiniDPError(text) from error
         finally:
-            self._allowed.discard(id(optimizer))
+            if id(optimizer) not in self._left:
+                self._allowed.discard(id(optimizer))
 
     def reset(self) -> None:
         """Forget what was suspicious, as the ranks are compared soon, or equal now."""

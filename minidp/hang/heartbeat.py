@@ -217,10 +217,7 @@ class Heartbeat(PeerMonitor):
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
                 # On a device this rank does not notice by itself that it waits.
                 may_wait = communicator.is_late or communicator.is_on_device
-                if is_asked or may_wait:
-                    channel.read_alarms()
-                if questions:
-                    channel.read_statuses({*range(channel.size)} - {self.rank})
+                channel.read_news(statuses=bool(questions), alarms=is_asked or may_wait)
                 for topic, rider in list(self._riders.items()):
                     self._carry(channel, topic, rider)
         except RuntimeError as error:

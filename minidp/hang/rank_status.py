@@ -13,12 +13,13 @@ first: the system closes it when the process of the store ends.
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import sys
 import sysconfig
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,7 +160,7 @@ def _is_library(frame: FrameType) -> bool:
 
 def _name(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
 
 
 # ----------------------------------------------------------------------- the store
@@ -190,19 +191,22 @@ class Channel:
         self.outgoing: list[Alarm] = []  # of this rank, still to be sent
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish a status, if there is one, and all alarms in `outgoing`.
+        """Publish all alarms in `outgoing`, and a status, if there is one.
+
+        The alarms come first, and others read them last (`read_news`). So nobody sees
+        that a rank waits no longer, but not that it has given up.
 
         Raises:
             RuntimeError: The store fails, or its host is gone.
         """
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
-        if status is not None:
-            post_json(self._store, "status", self.rank, asdict(status))
         while self.outgoing:
             number = self._store.add("alarms", 1)
             post_json(self._store, "alarm", number, self.outgoing[0])
             del self.outgoing[0]  # only now: an alarm that failed is still to be sent
+        if status is not None:
+            post_json(self._store, "status", self.rank, vars(status))
 
     def lose(self, error: RuntimeError) -> None:
         """Keep the reason why the store failed, as a text for reports."""
@@ -212,6 +216,17 @@ class Channel:
             "gone, and with it the process that hosted it (rank 0, or torchrun's "
             f"agent): {first_line}."
         )
+
+    def read_news(self, *, statuses: bool, alarms: bool) -> None:
+        """Read the statuses of all other ranks, or their alarms, or both.
+
+        Raises:
+            RuntimeError: The store fails.
+        """
+        if statuses:
+            self.read_statuses({*range(self.size)} - {self.rank})
+        if alarms:
+            self.read_alarms()
 
     def read_alarms(self) -> None:
         """Set `alarms` to the first valid alarm of each other rank.

@@ -51,20 +51,29 @@ class MissingRanks:
         silent: Ranks whose statuses are not renewed.
 
     Attributes:
-        absent: The missing ranks. These are the ones that gave up. If none did, they
-            are the ones that are silent, that have published no status, or that have
-            started fewer collectives and wait for none. If the store was lost, a rank
-            without status is not among them, because nobody could read its status.
+        absent: The missing ranks. These are the ones that gave up before they started
+            it. If none did, they are the ones that are silent, that have published no
+            status, or that have started fewer collectives and wait for none. If the
+            store was lost, a rank without status is not among them, because nobody
+            could read its status. Neither is one that has started the collective, and
+            has left after that without an error.
     """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
         self._is_store_lost, self._has_met = bool(channel.problem), channel.has_met
         self._started = started
-        self._silent = silent
-        self._others = [r for r in range(channel.size) if r != channel.rank]
+        others = [r for r in range(channel.size) if r != channel.rank]
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
         self._gone = sorted(late)
+        # Silent, too, but they have done their part.
+        self._done = [
+            rank
+            for rank, alarm in sorted(self._alarms.items())
+            if alarm.why in _GONE and rank not in self._gone
+        ]
+        self._others = [rank for rank in others if rank not in self._done]
+        self._silent = {*silent} - {*self._done}
         # If a rank gave up, the others may be late because of it. So they are not
         # named.
         self.absent = self._gone or [
@@ -87,7 +96,8 @@ class MissingRanks:
         that is also said of a rank that has published no status. And it may if all
         ranks have come, the last of them a moment ago.
         """
-        waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
+        statuses = [s for r, s in self._statuses.items() if r in self._others]
+        waiting = [s for s in statuses if s.waits or s.wait_description]
         has_just_come = not self.absent and any(
             status.started >= self._started and status.seconds < _JUST_COME_SECONDS
             for status in waiting
@@ -109,6 +119,12 @@ class MissingRanks:
                 "All ranks are running, but they wait in different places, or their "
                 "messages do not arrive."
             )
+            if self._done:
+                done = ", ".join(map(str, self._done))
+                head = (
+                    f"No rank is missing, but messages do not arrive: rank {done} took "
+                    "part, and left after that."
+                )
         return " ".join([head, *(self._tell(rank) for rank in told[:_MAX_TOLD])])
 
     def _tell(self, rank: int) -> str:
@@ -202,7 +218,7 @@ class Passed:
     """Asks which ranks will not come to a meeting.
 
     It stays open until `drop`. The heartbeat calls `try_answer` again and again, and
-    each call adds to the three sets below.
+    each call adds to the sets below.
 
     Args:
         step: The number of the backward after which the ranks meet.
@@ -218,6 +234,8 @@ class Passed:
             wrapper, without having made that step.
         gone: Ranks that are further than that, wait for others elsewhere, or have
             ended.
+        ahead: Those of them that are further or have ended. The others are perhaps just
+            late.
     """
 
     def __init__(
@@ -231,6 +249,7 @@ class Passed:
         self.stepped: set[int] = set()
         self.reducing: set[int] = set()
         self.gone: set[int] = set()
+        self.ahead: set[int] = set()
 
     def drop(self) -> None:
         """End the question, because nobody waits for the answer any more."""
@@ -243,6 +262,7 @@ class Passed:
     def try_answer(self, channel: Channel) -> bool:
         """Add to the sets what the ``channel`` has read, and return `is_completed`."""
         self.gone |= channel.alarms.keys()
+        self.ahead |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
             is_new = status.beat > self._first.setdefault(rank, status.beat)
             limit = _STUCK_SECONDS_OF_ANSWERERS if self._may_answer else _STUCK_SECONDS
@@ -250,6 +270,8 @@ class Passed:
             kind = self._kind(status, is_stuck=is_stuck)
             if kind is not None:
                 kind.add(rank)
+            if status.step > self._step:
+                self.ahead.add(rank)
         return self._is_dropped
 
     def _kind(self, status: RankStatus, *, is_stuck: bool) -> set[int] | None:

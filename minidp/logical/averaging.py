@@ -73,7 +73,7 @@ class TreeAveraging(Averaging):
         super().__init__(communicator, before.device, batched=False)
         self.items = before.items
         self.leaves = self._leaves = leaves
-        self._partial = partial
+        self.partial = partial
         ranks = communicator.size
         # The nodes of the pieces that each rank brings, by rank.
         self._nodes = [cover(leaves, block(leaves, ranks, r)) for r in range(ranks)]
@@ -106,6 +106,20 @@ class TreeAveraging(Averaging):
     def sees_sums(self) -> bool:
         """Whether the sums of this reduction are audited."""
         return self.watch is not None
+
+    @property
+    def counts(self) -> list[int]:
+        """How many pieces of a bucket each rank brings, by rank."""
+        return [*map(len, self._nodes)]
+
+    def add_up(self, arrived: Tensor) -> Tensor:
+        """Return the sum of the pieces of all ranks, or of one part of each of them.
+
+        Args:
+            arrived: A row for each piece, in the order of ranks, and of
+                `PartialSums.pieces`. Sums may be written to it.
+        """
+        return added_up(arrived, self._nodes, self._leaves)
 
     def connect(self, *, has_sparse: bool) -> None:
         """Create what sums need; all ranks call it, and wait for each other.
@@ -147,7 +161,7 @@ class TreeAveraging(Averaging):
             )
         if self.watch is not None:
             self.watch.filled(plan, views)
-        self._partial.add_to_bucket(plan, views)
+        self.partial.add_to_bucket(plan, views)
 
     def reduce(
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None
@@ -156,12 +170,12 @@ class TreeAveraging(Averaging):
         if plan.sparse and self._communicator.size == 1:
             return comm.NoWork()
         if self.watch is not None and not plan.sparse:
-            self.watch.launched(plan, self._partial.pieces(plan, payload))
+            self.watch.launched(plan, self.partial.pieces(plan, payload))
         if shared is not None:
-            self._partial.fill_rows(plan)
+            self.partial.fill_rows(plan)
         if shared is not None or (self._adds_pairs and not plan.sparse):
             return super().reduce(plan, payload, shared)
-        pieces = self._partial.pieces(plan, payload)
+        pieces = self.partial.pieces(plan, payload)
         group = self._communicator.group
         kind = SparsePieces if plan.sparse else Slices
         slices = kind(payload, pieces, self._nodes, self._leaves, group)
@@ -197,10 +211,10 @@ class TreeAveraging(Averaging):
         self, layout: Layout, exchanges: Sequence[Exchange], *, asks: bool
     ) -> list[SharedBuffer]:
         """Share buckets as without logical ranks, and rows for pieces beside them."""
-        self._partial.use_rows([], [])  # lets the memory before go
+        self.partial.use_rows([], [])  # lets the memory before go
         found = super().share(layout, exchanges, asks=asks)
         if found:
-            self._partial.use_rows(layout.buckets, [each.apart for each in found])
+            self.partial.use_rows(layout.buckets, [each.apart for each in found])
         return found
 
 
@@ -277,13 +291,7 @@ class Slices:
 
     def add_up(self, arrived: Tensor) -> Tensor:
         """Return the sum of a slice of all pieces, which `exchange` has brought."""
-        sums: Sums[Tensor] = Sums(self._leaves, Tensor.add_)
-        nodes = [node for each in self._nodes for node in each]
-        pairs = list(zip(nodes, arrived.unbind(), strict=True))
-        for node, row in sorted(pairs, key=lambda pair: pair[0].first):
-            sums.add(node, row)
-        ((_, total),) = sums.open
-        return total
+        return added_up(arrived, self._nodes, self._leaves)
 
     def gather(self, mine: Tensor, group: ProcessGroup) -> tuple[Tensor, comm.Work]:
         """Start to gather the sums of all slices, in the payload if it is even."""
@@ -296,6 +304,23 @@ class Slices:
         """Let the payload have the sums of all slices, which `gather` has brought."""
         if not self._is_even:
             self.payload.copy_(rows.view(-1)[: self.payload.numel()])
+
+
+def added_up(arrived: Tensor, nodes: Sequence[Sequence[Node]], leaves: int) -> Tensor:
+    """Return the sum of rows in the order of the tree, written to one of them.
+
+    Args:
+        arrived: A row for each node.
+        nodes: The nodes, by rank. No leaf is below two of them, or below none.
+        leaves: How many logical ranks there are.
+    """
+    sums: Sums[Tensor] = Sums(leaves, Tensor.add_)
+    in_order = [node for each in nodes for node in each]
+    pairs = zip(in_order, arrived.unbind(), strict=True)
+    for node, row in sorted(pairs, key=lambda pair: pair[0].first):
+        sums.add(node, row)
+    ((_, total),) = sums.open
+    return total
 
 
 class StreamSum:
@@ -392,6 +417,7 @@ class HostSum:
         self._before = started[-1] if started else None
         self._error: Exception | None = None
         self._is_done = False
+        self._began = world.now()
         self._future: Future[Any] | None = None
         self._arrived: Tensor | None
         self._first: comm.Work | None
@@ -411,7 +437,9 @@ class HostSum:
             left = deadline - world.now()
             if left <= 0:
                 return False
-            comm.is_done_within(self._awaited, min(left, _GLANCE_SECONDS))
+            # Whoever has waited for long need not look so often.
+            glance = max(_GLANCE_SECONDS, (world.now() - self._began) / 100)
+            comm.is_done_within(self._awaited, min(left, glance))
             for each in self._started:
                 each._advance()
         return True
@@ -454,12 +482,17 @@ class HostSum:
         except RuntimeError as error:  # raised by whoever waits for the sum
             self._error = error
             return True
+        except BaseException as error:  # an interrupt: half of this has been done
+            self._error = RuntimeError(f"{type(error).__name__} in a sum over ranks")
+            raise
         if self._is_done and self._future is not None:
             self._future.set_result(None)
         return self._is_done
 
     def _has_second(self) -> bool:
         """Start the all-gather if it is its turn, and return whether it is started."""
+        if self._error is not None:  # sums that were started later fail with it
+            raise self._error
         if self._second is not None:
             return True
         if self._before is not None:

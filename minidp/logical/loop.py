@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 from torch import Tensor, nn
 
-from minidp import randomness
+from minidp import randomness, world
 from minidp.comm import broadcast_integers, gather_integers
 from minidp.core import Observer, Reducer
 from minidp.errors import LogicalRankError, explain, shortened
@@ -143,6 +143,11 @@ class LogicalRanks(Observer):
         # runs, unless the script says another number.
         self.step = options.first_step
         self._open: _Loop | None = None  # the loop that has begun, and not ended
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop has begun, and not ended."""
+        return self._open is not None
 
     @property
     def has_reduced(self) -> bool:
@@ -437,11 +442,22 @@ class LogicalRanks(Observer):
         Raises:
             LogicalRankError: They are not.
         """
+        self.refuse_early("An optimizer steps")
+
+    def refuse_early(self, what: str) -> None:
+        """Refuse what needs averages before all logical ranks are done.
+
+        Args:
+            what: What is done, as in "An optimizer steps".
+
+        Raises:
+            LogicalRankError: They are not.
+        """
         if self._open is not None:
             self._fail(
-                f"An optimizer steps in logical rank {self._open.now}, before the loop "
+                f"{what} in logical rank {self._open.now}, before the loop "
                 f"over logical ranks {self.block[0]} to {self.block[-1]} has ended.",
-                "step after the loop; and let it go through all of "
+                "clip and step after the loop; and let it go through all of "
                 "each_logical_rank(), which comes first in a zip()",
             )
 
@@ -490,16 +506,16 @@ class _Loop:
         self.num_reduced = 0
         # Loops of several wrappers may be open at once, as by `zip`, and end in any
         # order. The first of them has found the script's numbers.
-        other = next(iter(_open_loops), None)
+        other = next(iter(_open_loops()), None)
         self._began_with_company = other is not None
         self._outside: randomness.Numbers
         self._outside = randomness.Numbers() if other is None else other._outside
-        _open_loops.add(self)
+        _open_loops().add(self)
 
     @property
     def has_company(self) -> bool:
         """Whether loops of other wrappers take turns with this one."""
-        return self._began_with_company or len(_open_loops) > 1
+        return self._began_with_company or len(_open_loops()) > 1
 
     def begin_round(self) -> None:
         """Begin a round, and drop what a reduction that failed has left in .grad."""
@@ -516,10 +532,12 @@ class _Loop:
 
     def leave(self) -> None:
         """Give the script its random numbers back, if no other loop is open."""
-        _open_loops.discard(self)
-        if not _open_loops:
+        _open_loops().discard(self)
+        if not _open_loops():
             self._outside.restore()
 
 
 # Those of this process. A loop that was left, and whose wrapper is gone, is none.
-_open_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+_open_loops: world.PerProcess[weakref.WeakSet[_Loop]] = world.PerProcess(
+    weakref.WeakSet
+)

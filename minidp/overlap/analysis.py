@@ -10,8 +10,9 @@ This happens to one bucket in one step::
     backward or optimizer  ===============================|
                             hidden .......................|. exposed
 
-*Hidden* is the part of late and wire in which this rank computes its backward or runs
-an optimizer step. *Exposed* is the rest, so hidden + exposed = late + wire.
+*Hidden* is the part of late and wire in which this rank computes its backward, runs
+an optimizer step, or is busy with values (see below). *Exposed* is the rest, so hidden
++ exposed = late + wire.
 
 With divided steps (`sharded_step`) a bucket's new values come back later::
 
@@ -56,7 +57,7 @@ class BucketOverlap:
     waited_s: float  # from full until launched and the bucket before is done
     late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
     wire_s: float  # while the bytes move
-    hidden_s: float  # the part of late and wire while this rank computes
+    hidden_s: float  # the part of late and wire while this rank does something else
     exposed_s: float  # the other part of late and wire
     turn_ns: int  # when late begins: launched, and the bucket before is done
     start_ns: int  # when the bytes begin to move
@@ -120,6 +121,7 @@ def overlap_of(
             number of the bucket. If a bucket is missing, nobody is taken to be late.
     """
     buckets, free = [], step.backward.begin_ns
+    busy = busy_with(step.values)
     for bucket in step.buckets:
         # Gloo may run two collectives at once, and the second may be done first.
         turn = min(max(bucket.launched_ns, free), bucket.done_ns)
@@ -129,11 +131,10 @@ def overlap_of(
         free = max(free, bucket.done_ns)
     end, finished = step.backward.end_ns, step.finalize_end_ns
     exposed = sum(bucket.exposed_s for bucket in buckets)
-    inside = covered(step.optimizers, end, finished) / 1e9
+    inside = covered((*step.optimizers, *busy), end, finished) / 1e9
     local = step.local_backwards
     loop, loop_end = step.begin_ns, max((t.end_ns for t in step.turns), default=0)
     outside = pieces(step.turns, loop, max(loop, loop_end))
-    busy = busy_with(step.values)
 
     def without_values(seconds: float, spans: Sequence[Span]) -> float:
         return seconds - common(spans, busy, step.begin_ns, step.end_ns) / 1e9
@@ -141,12 +142,13 @@ def overlap_of(
     optimizer = covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9
     forward = sum(span.seconds for span in step.forwards)
     local_forward = sum(span.seconds for span in step.local_forwards)
+    local_backward = covered(local, step.begin_ns, step.end_ns) / 1e9
     parts = {
         "local_forward_s": without_values(local_forward, step.local_forwards),
-        "local_backward_s": covered(local, step.begin_ns, step.end_ns) / 1e9,
+        "local_backward_s": without_values(local_backward, local),
         "between_s": sum(b - a for a, b, in_turn in outside if not in_turn) / 1e9,
         "forward_s": without_values(forward, step.forwards),
-        "backward_s": step.backward.seconds,
+        "backward_s": without_values(step.backward.seconds, (step.backward,)),
         "exposed_s": exposed,
         "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
         "values_s": covered(busy, step.begin_ns, step.end_ns) / 1e9,
@@ -176,6 +178,11 @@ def busy_with(values: Iterable[ValueTimes]) -> list[Span]:
         found.append(Span(each.started_ns, each.sent_ns))
         found.append(Span(each.awaited_ns, each.back_ns))
     return found
+
+
+def _hiding(step: Step) -> tuple[Span, ...]:
+    """Return when this rank does something while buckets are on the wire."""
+    return (step.backward, *step.optimizers, *busy_with(step.values))
 
 
 def ways_of(values: Iterable[ValueTimes]) -> list[Span]:
@@ -214,7 +221,7 @@ def _bucket(
     nbytes = sum(param.nbytes for param in params)
     is_sparse = any(param.kind.startswith("sparse") for param in params)
     first, begin = step.first_gradient_ns(members), step.backward.begin_ns
-    hidden = covered((step.backward, *step.optimizers), turn, bucket.done_ns)
+    hidden = covered(_hiding(step), turn, bucket.done_ns)
     return BucketOverlap(
         number=bucket.number,
         members=members,
@@ -292,7 +299,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
         for span in spans:
             yield Slice(row, name, span.begin_ns, span.end_ns)
     yield from _value_slices(found)
-    busy = (step.backward, *step.optimizers)
+    hiding = _hiding(step)
     for bucket in found.buckets:
         times = bucket.times
         first = step.first_gradient_ns(bucket.members) or times.full_ns
@@ -301,7 +308,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
             ("waited", times.full_ns, bucket.turn_ns),
             ("late (slower ranks)", bucket.turn_ns, bucket.start_ns),
         ]
-        for begin, end, hides in pieces(busy, bucket.start_ns, times.done_ns):
+        for begin, end, hides in pieces(hiding, bucket.start_ns, times.done_ns):
             stages.append((f"wire, {'hidden' if hides else 'exposed'}", begin, end))
         stages.append(("done, not copied out", times.done_ns, times.copied_out_ns))
         for name, begin, end in stages:

@@ -174,6 +174,11 @@ class StepMarks:
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
     layout: Layout | None = None  # set when all buckets are reduced and copied out
 
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether the synchronised backward has computed all gradients."""
+        return StepEvent.FINALIZE_BEGIN in self.phases
+
     def note_loop(self, event: StepEvent, leaf: int | None, now: Mark) -> None:
         """Store when the loop over logical ranks began, or one of its turns."""
         if event is StepEvent.LOOP_BEGIN:
@@ -255,7 +260,8 @@ class Stopwatch(Observer):
 
     def _note_values(self, moment: Moment, bucket: int, now: Mark) -> None:
         if moment is Moment.VALUES_STARTED:
-            if self._marks is not None and self._marks.layout is not None:
+            # Not before: a step inside the backward sends values amid the buckets.
+            if self._marks is not None and self._marks.has_all_gradients:
                 self._values.append((bucket, [now]))
                 self._marks.values.append(self._values[-1])
             return

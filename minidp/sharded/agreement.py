@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from minidp.accelerator import to_host, upload
-from minidp.comm import Communicator, way_of_hosts
+from minidp.comm import Communicator, group_of_agreements, way_of_hosts
 from minidp.core import Exchange
 from minidp.errors import ShardedStepError, explain, listed
 
@@ -41,6 +41,7 @@ class Problem(IntFlag):
     CLOSURE = 16  # the step has a closure
     SCALER = 32  # a GradScaler of which nobody knows calls a fused step
     MOVED = 64  # its optimizer has got parameters that another one steps
+    OUTSIDE = 128  # it clips gradients that no rank averages
 
 
 _TEXTS = {
@@ -55,6 +56,8 @@ _TEXTS = {
     "ranks",
     Problem.MOVED: "an optimizer has got parameters, perhaps by add_param_group, that "
     "sharded_step knows as those of another optimizer",
+    Problem.OUTSIDE: "an optimizer that clips has gradients of parameters that are not "
+    "averaged, whose norm each rank would take for itself",
 }
 _VERBS = {Act.STEP: "steps", Act.GO_ON: "does not", Act.CLIP: "clips"}
 _REMEDIES = {
@@ -71,6 +74,8 @@ _REMEDIES = {
     "last inside no_sync(), or add up the losses",
     Problem.MOVED: "give each parameter to one optimizer, before sharded_step; to give "
     "it to another one later, wrap the module anew",
+    Problem.OUTSIDE: "give parameters that are not averaged to an optimizer of their "
+    "own",
 }
 
 
@@ -89,16 +94,33 @@ class Agreement:
 
     Args:
         communicator: The communicator of the ranks.
+        amid_buckets: Whether buckets are still on their way then, behind which the
+            message must not queue. All ranks must call the constructor together.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(
+        self, communicator: Communicator, *, amid_buckets: bool = False
+    ) -> None:
         self._communicator = communicator
         part = (len(Intent._fields), torch.int64)
         # What this rank does only its host knows, and what others do only hosts need.
         _, self._device = way_of_hosts(communicator.group, communicator.device)
         self.exchange = Exchange(
-            "the agreement on a step", part, self._device, communicator, by_rank=True
+            "the agreement on a step",
+            part,
+            self._device,
+            communicator,
+            by_rank=True,
         )
+        if amid_buckets:
+            self.exchange.way = group_of_agreements
+            self.connect()
+
+    def connect(self) -> None:
+        """Connect the ranks for agreements amid buckets. All must call it together."""
+        doing = "connecting the hosts for step_in_backward"
+        with self._communicator.watching(doing):
+            group_of_agreements(self._communicator.group)
 
     def reach(self, mine: Intent, names: Sequence[str] = ()) -> None:
         """Tell the other ranks what this one is about to do, and hear what they are.

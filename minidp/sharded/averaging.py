@@ -8,9 +8,10 @@ ranks these are the bits of an all-reduce, because a + b is b + a.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,19 @@ from minidp.layout import BucketPlan, Layout
 from minidp.shared_memory import BufferShape, SharedBuffer
 
 from .owners import Owners
-from .pieces import Piece, Pieces, cut
+from .pieces import Piece, Pieces, Range, cut
+
+
+class Brought(NamedTuple):
+    """What the ranks bring to the sum of one bucket, and how an owner adds it up."""
+
+    # Those of this rank, flat as the bucket. The last one is the bucket's payload,
+    # whose stretch of this rank gets the sum.
+    rows: Sequence[Tensor]
+    counts: Sequence[int]  # how many rows each rank brings, by rank
+    # Returns the sum of what has arrived, a row for each of them, in the order of
+    # ranks. It may write there.
+    add_up: Callable[[Tensor], Tensor]
 
 
 class ShardedAveraging(Averaging):
@@ -85,10 +98,19 @@ class ShardedAveraging(Averaging):
             return super().reduce(plan, payload, shared)
         reals = payload.numel() // max(plan.numel, 1)  # 2 for complex numbers
         widths = [width * reals for width in self._widths[plan.number]]
-        group = self._communicator.group
+        group, brought = self._communicator.group, self.brought(plan, payload)
         if comm.streams_wait(group, payload.device):
-            return StreamedShare(payload, widths, group, plan.number)
-        return share_sum(payload, widths, group)
+            return StreamedShare(brought, widths, group, plan.number)
+        return share_sum(brought, widths, group)
+
+    def brought(self, plan: BucketPlan, payload: Tensor) -> Brought:
+        """Return what the ranks bring to a bucket: of each rank what is in it.
+
+        Args:
+            plan: Which parameters the bucket has.
+            payload: Its buffer, of one dimension and real.
+        """
+        return Brought([payload], [1] * self._communicator.size, by_rank)
 
     def share(self, layout: Layout, *args: Any, **options: Any) -> list[SharedBuffer]:
         """Note what each rank gets of the buckets of a new layout; see `Averaging`."""
@@ -117,32 +139,43 @@ class ShardedAveraging(Averaging):
 
 
 def share_sum(
-    payload: Tensor, widths: Sequence[int], group: comm.ProcessGroup
+    brought: Brought, widths: Sequence[int], group: comm.ProcessGroup
 ) -> Pieces:
     """Start to add up this rank's stretch of a bucket over all ranks.
 
     Args:
-        payload: The bucket, of one dimension and real. Its stretch of this rank gets
-            the sum.
+        brought: The rows of the bucket, of one dimension and real.
         widths: How many elements each rank owns of it.
         group: The process group.
     """
-    starts = [sum(widths[:rank]) for rank in range(len(widths))]
-    ranges = cut(widths, payload)
+    payload, rank = brought.rows[-1], group.rank()
+    start = sum(widths[:rank])
     pieces = []
-    for parts in ranges:
-        sent = payload
-        if len(ranges) > 1:
-            both = zip(starts, parts, strict=True)
-            of_ranks = [payload[s + p.start : s + p.stop] for s, p in both]
-            sent = torch.cat(of_ranks)
-        arrived, work = comm.start_scatter(
-            sent, [part.stop - part.start for part in parts], group
-        )
-        start, part = starts[group.rank()], parts[group.rank()]
-        mine = payload[start + part.start : start + part.stop]
-        pieces.append(Piece(work, partial(_take, arrived, mine), sent))
+    for parts in cut(widths, payload):
+        sent = _sent(brought.rows, widths, parts)
+        sizes = [part.stop - part.start for part in parts]
+        arrived, work = comm.start_scatter(sent, sizes, group, brought.counts)
+        mine = payload[start + parts[rank].start : start + parts[rank].stop]
+        take = partial(_take, brought.add_up, arrived, mine)
+        pieces.append(Piece(work, take, sent))
     return Pieces(pieces, group)
+
+
+def _sent(
+    rows: Sequence[Tensor], widths: Sequence[int], parts: Sequence[Range]
+) -> Tensor:
+    """Return what goes to the ranks of one piece of a message, as one tensor.
+
+    Args:
+        rows: What this rank brings.
+        widths: How many elements each rank owns of a row.
+        parts: The part of it that goes to each rank.
+    """
+    if len(rows) == 1 and all(p == (0, w) for p, w in zip(parts, widths, strict=True)):
+        return rows[0]
+    starts = zip(accumulate(widths, initial=0), parts, strict=False)
+    ranges = [slice(start + part.start, start + part.stop) for start, part in starts]
+    return torch.cat([row[each] for each in ranges for row in rows])
 
 
 class StreamedShare:
@@ -154,7 +187,7 @@ class StreamedShare:
     streams, so that a bucket can travel while the one before it is added up.
 
     Args:
-        payload: The bucket, as in `share_sum`.
+        brought: The rows of the bucket, as in `share_sum`.
         widths: How many elements each rank owns of it.
         group: The process group, for whose collectives streams wait.
         number: The number of the bucket.
@@ -162,22 +195,23 @@ class StreamedShare:
 
     def __init__(
         self,
-        payload: Tensor,
+        brought: Brought,
         widths: Sequence[int],
         group: comm.ProcessGroup,
         number: int,
     ) -> None:
-        rank, device = group.rank(), payload.device
-        start = sum(widths[:rank])
-        self._mine = payload[start : start + widths[rank]]
+        rows, rank = brought.rows, group.rank()
+        start, device = sum(widths[:rank]), rows[-1].device
+        self._mine = rows[-1][start : start + widths[rank]]
         self._purpose = f"sums of shares {number % 2}"
         filled = accelerator.After(device)
         with accelerator.on_side_stream(device, self._purpose):
             filled.hold_back()
-            accelerator.use_here(payload)  # which may be dropped at any time
-            arrived, work = comm.start_scatter(payload, widths, group)
+            accelerator.use_here(*rows)  # which may be dropped at any time
+            sent = _sent(rows, widths, [Range(0, width) for width in widths])
+            arrived, work = comm.start_scatter(sent, widths, group, brought.counts)
             work.wait()  # the stream does. The watchdog is told of the sum instead
-            _add_up(arrived, self._mine)
+            self._mine.copy_(brought.add_up(arrived))
             self._end = accelerator.After(device)
 
     def get_future(self) -> Future[Any]:
@@ -197,13 +231,14 @@ class StreamedShare:
         self._end.hold_back()
 
 
-def _take(arrived: Tensor, mine: Tensor) -> None:
+def _take(add_up: Callable[[Tensor], Tensor], arrived: Tensor, mine: Tensor) -> None:
     accelerator.use_here(arrived)  # it is of the stream that has filled the bucket
-    _add_up(arrived, mine)
+    mine.copy_(add_up(arrived))
 
 
-def _add_up(arrived: Tensor, mine: Tensor) -> None:
+def by_rank(arrived: Tensor) -> Tensor:
+    """Return the sum of rows, added in the order of ranks to the first one."""
     first, *others = arrived.unbind()
     for each in others:
         first.add_(each)
-    mine.copy_(first)
+    return first

@@ -19,19 +19,20 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from minidp import world
 from minidp.core import untraced
 
 # Values arrive under this lock, on whatever thread needs them.
-LOCK = threading.RLock()
+lock = world.PerProcess(threading.RLock)
 
 # What each parameter waits for, by its id. Whoever has put it here holds it.
-_arrivals: dict[int, Callable[[], None]] = {}
+_arrivals: world.PerProcess[dict[int, Callable[[], None]]] = world.PerProcess(dict)
 
 
 _grad: Any = Tensor.grad
@@ -89,15 +90,17 @@ class AwaitedParameter(nn.Parameter):
 class _ModuleHook:
     """The hook of all modules, which is there as long as parameters are awaited."""
 
-    handle: ClassVar[Any] = None
+    handle: Any = None
 
-    @classmethod
-    def update(cls) -> None:
-        if _arrivals and cls.handle is None:
-            cls.handle = register_module_forward_pre_hook(_before_module)
-        elif not _arrivals and cls.handle is not None:
-            cls.handle.remove()
-            cls.handle = None
+    def update(self) -> None:
+        if _arrivals() and self.handle is None:
+            self.handle = register_module_forward_pre_hook(_before_module)
+        elif not _arrivals() and self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+_module_hook = world.PerProcess(_ModuleHook)
 
 
 def can_be_awaited(params: Iterable[nn.Parameter]) -> bool:
@@ -144,24 +147,24 @@ def await_values(params: Sequence[nn.Parameter], arrive: Callable[[], None]) -> 
     # An old graph that has saved such a parameter must not be run any more, as after
     # any other step.
     torch.autograd.graph.increment_version(params)
-    with LOCK:
+    with lock():
         for param in params:
-            _arrivals[id(param)] = arrive
+            _arrivals()[id(param)] = arrive
             param.__class__ = AwaitedParameter
-        _ModuleHook.update()
+        _module_hook().update()
 
 
 def release(params: Iterable[nn.Parameter]) -> None:
     """Make plain parameters of these again."""
-    with LOCK:
+    with lock():
         for param in params:
-            if _arrivals.pop(id(param), None) is not None:
+            if _arrivals().pop(id(param), None) is not None:
                 param.__class__ = nn.Parameter
-        _ModuleHook.update()
+        _module_hook().update()
 
 
 def _arrive(param: AwaitedParameter) -> None:
-    arrive = _arrivals.get(id(param))
+    arrive = _arrivals().get(id(param))
     if arrive is not None:  # else another thread was faster
         arrive()
 
@@ -180,7 +183,7 @@ def _arrive_in(found: Any) -> None:
 
 def arrive_everywhere() -> None:
     """Let all values arrive, of all wrappers."""
-    for arrive in [*_arrivals.values()]:
+    for arrive in [*_arrivals().values()]:
         arrive()
 
 

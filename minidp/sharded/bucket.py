@@ -76,11 +76,15 @@ class ShardedBucket(DenseBucket):
         owners: Who owns which parameter.
         plan: The slots, sorted by owner.
         more: The other arguments of `DenseBucket`.
+        adds_sums: Whether this rank adds something to a full bucket (`complete` of
+            `Averaging`), so that own gradients must be there, too.
     """
 
-    def __init__(self, owners: Owners, plan: BucketPlan, *more: Any) -> None:
+    def __init__(
+        self, owners: Owners, plan: BucketPlan, *more: Any, adds_sums: bool = False
+    ) -> None:
         super().__init__(plan, *more)
-        self._owners = owners
+        self._owners, self._adds_sums = owners, adds_sums
         self._given: Room | None = None  # views of shared memory, made when needed
         self._stretches: dict[int | None, list[Stretch]] = {}
         self._stretch = self.stretches()[self.communicator.rank]
@@ -104,6 +108,12 @@ class ShardedBucket(DenseBucket):
         if stepper not in self._stretches:
             self._stretches[stepper] = self._owners.stretches(self.plan, stepper)
         return self._stretches[stepper]
+
+    def copy_in(self, *arguments: Any, **options: Any) -> None:
+        """Copy gradients to the buffer; see `Bucket`."""
+        super().copy_in(*arguments, **options)
+        if self._adds_sums:
+            self.complete()
 
     def values(self, stretch: Stretch) -> list[Tensor]:
         """Return what a stretch has: parameters."""

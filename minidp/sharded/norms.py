@@ -66,10 +66,24 @@ class Norms:
         self.exchanges = self._values, self._states
 
     @torch.no_grad()
-    def clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
+    def clip(
+        self,
+        max_norm: float,
+        norm_type: float,
+        *,
+        raises: bool,
+        among: Sequence[int] | None = None,
+    ) -> Tensor:
         """Scale own gradients so that the norm of all is at most ``max_norm``.
 
         All ranks must call it together, with the same arguments.
+
+        Args:
+            max_norm: The greatest norm that is allowed.
+            norm_type: The order of the norm.
+            raises: Whether to raise an error if the norm is not finite.
+            among: The indices of the parameters that count, in the order in which torch
+                would take them; by default all.
 
         Returns:
             The norm before.
@@ -78,7 +92,10 @@ class Norms:
             RuntimeError: The norm is not finite, and ``raises``; or torch cannot
                 calculate it. All ranks raise it.
         """
-        total = self._total(norm_type)
+        own, everybody = self._own, range(len(self._params))
+        if among is not None:
+            own = [i for i in among if i in own]
+        total = self._total(norm_type, own, everybody if among is None else among)
         if raises and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"The total norm of order {norm_type} of all gradients is {total}, so "
@@ -86,19 +103,21 @@ class Norms:
                 "scale by it anyway."
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for (device, _), grads in _by_kind(self._grads()).items():
+        for (device, _), grads in _by_kind(self._grads(own)).items():
             there = factor.to(device, non_blocking=True)
             torch._foreach_mul_([*grads.values()], there)
         return total
 
-    def _grads(self) -> dict[int, Tensor]:
+    def _grads(self, own: Sequence[int]) -> dict[int, Tensor]:
         """Return own gradients, and own rows of them, by the index of the parameter."""
-        grads = {i: g for i in self._own if (g := self._params[i].grad) is not None}
+        grads = {i: g for i in own if (g := self._params[i].grad) is not None}
         return {i: rows_of(grad, self._rows.get(i)) for i, grad in grads.items()}
 
-    def _total(self, norm_type: float) -> Tensor:
-        """Return the norm of all gradients."""
-        grads, failure, state = self._grads(), "", _IS_THERE
+    def _total(
+        self, norm_type: float, own: Sequence[int], among: Sequence[int]
+    ) -> Tensor:
+        """Return the norm of all gradients ``among`` these parameters."""
+        grads, failure, state = self._grads(own), "", _IS_THERE
         mine = self._values.blank()
         try:
             found = _norms_of(grads, norm_type)
@@ -119,11 +138,7 @@ class Norms:
         self._values.start(mine)
         all_states = to_host(self._states.take()).tolist()
         values = self._values.take()
-        present = [
-            i
-            for i, of_ranks in enumerate(self._places)
-            if any(all_states[place] for place in of_ranks)
-        ]
+        present = [i for i in among if any(all_states[p] for p in self._places[i])]
         if not present:
             return torch.tensor(0.0, device="cpu")
         if _FAILS in all_states:

@@ -25,7 +25,7 @@ from minidp.core import Reducer, copy_each, traced, without_user_modes
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
-from .awaited import LOCK, await_values, can_be_awaited, release
+from .awaited import await_values, can_be_awaited, lock, release
 from .bucket import Room, ShardedBucket
 from .owners import Stretch
 from .pieces import Piece, Pieces, cut
@@ -58,13 +58,18 @@ class Returns:
             stepper: The number of the optimizer whose parameters are meant; None for
                 all.
         """
-        for bucket in reversed(self._reducer.queue.buckets):
-            assert isinstance(bucket, ShardedBucket)
-            stretches = bucket.stretches(stepper)
-            if any(each.numel for each in stretches):
-                self._open += _returns_of(
-                    bucket, stretches, stepper, may_wait=self._are_awaited
-                )
+        for number in reversed(range(len(self._reducer.queue.buckets))):
+            self.start_bucket(number, stepper)
+
+    def start_bucket(self, number: int, stepper: int | None) -> None:
+        """Start to bring the parameters of one bucket back; see `start`."""
+        bucket = self._reducer.queue.buckets[number]
+        assert isinstance(bucket, ShardedBucket)
+        stretches = bucket.stretches(stepper)
+        if any(each.numel for each in stretches):
+            self._open += _returns_of(
+                bucket, stretches, stepper, may_wait=self._are_awaited
+            )
 
     def settle(self) -> None:
         """Let parameters wait for values that are on their way, or wait for them here.
@@ -96,7 +101,7 @@ class Returns:
                 self._finish(each)
 
     def _finish(self, one: Return) -> None:
-        with LOCK:
+        with lock():
             if one not in self._open:  # another thread was faster
                 return
             try:
@@ -110,7 +115,7 @@ class Returns:
 
     def drop(self) -> None:
         """Forget what is on its way, without waiting."""
-        with LOCK:
+        with lock():
             for each in self._open:
                 each.drop()
             self._open = []

@@ -36,7 +36,6 @@ from minidp.guard import is_nested
 from minidp.replica import digest_of
 
 from .agreement import Act, Agreement, Intent, Problem
-from .averaging import ShardedAveraging
 from .bucket import ShardedBucket
 from .checkpoint import hook_state, leave_share, mark_copies, refuse_copy
 from .known import is_known
@@ -47,6 +46,7 @@ from .parts import Exchanged, Parts
 from .returns import Returns
 from .shares import Shares
 from .split_bucket import SplitBucket
+from .tree_averaging import averaging_for
 
 # Of each owner so many of its smallest parameters are compared, and their first rows,
 # if no step follows a backward.
@@ -82,11 +82,11 @@ class ShardedStep(Observer):
     ) -> None:
         self.optimizers, self.owners = tuple(optimizers), owners
         self._reducer: Reducer = weakref.proxy(reducer)  # it holds its observers
-        self._allows_changes = allow_changes
+        self.allows_changes = allow_changes
         rank, queue = reducer.communicator.rank, reducer.queue
         own = owners.owned_by(rank)
         # By optimizer: its parameters that this rank owns, and those of other ranks.
-        self._own_of = [owners.owned_by(rank, k) for k in range(len(optimizers))]
+        self.own_of = [owners.owned_by(rank, k) for k in range(len(optimizers))]
         self._foreign_of = [
             [
                 i
@@ -104,33 +104,42 @@ class ShardedStep(Observer):
         self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
         self._agreement = Agreement(reducer.communicator)
-        self._norms = Norms(reducer, owners)
+        self.norms = Norms(reducer, owners)
         on_cpu = reducer.communicator.device.type == "cpu"
-        self._returns = Returns(self._reducer, are_awaited=awaits_values and on_cpu)
+        self.awaits_values = awaits_values and on_cpu
+        self.returns = Returns(self._reducer, are_awaited=self.awaits_values)
+        self.scales = scales
         self._overflows = Overflows(reducer, owners) if scales else None
         self.steps = 0  # that this rank's share has made, by all optimizers
-        self._is_reduced = False  # averages have come, and no rank has used them yet
+        # Whether the script steps some of them, after the backward (see `early`).
+        self.leaves_steps = True
+        self.is_reduced = False  # averages have come, and no rank has used them yet
         self._tasks: Collection[int] = ()  # of the last local backward
         self._is_open = False  # all ranks have agreed, and values are not back yet
+        # Raises if this rank has not done all of its logical ranks; told what it does.
+        self.refuse_in_loop: Callable[[str], None] = _do_nothing
         self._alive = weakref.ref(reducer)
-        self._ids = {id(param): i for i, param in enumerate(reducer.params)}
-        queue.averaging = ShardedAveraging(
+        self.index = {id(param): i for i, param in enumerate(reducer.params)}
+        queue.averaging = averaging_for(
             queue.averaging,
             owners,
             reducer.communicator,
             batched=queue.config.batched_grad_copy,
         )
         queue.arrange = owners.arranged
+        has_leaves = queue.averaging.leaves is not None
 
         def make_bucket(*arguments: Any) -> ShardedBucket:
-            split = owners.is_split(arguments[0].indices[0])
-            return (SplitBucket if split else ShardedBucket)(owners, *arguments)
+            if owners.is_split(arguments[0].indices[0]):
+                return SplitBucket(owners, *arguments)
+            return ShardedBucket(owners, *arguments, adds_sums=has_leaves)
 
         queue.dense_bucket = make_bucket
-        queue.exchanges += [self._agreement.exchange, *self._norms.exchanges]
+        queue.exchanges += [self._agreement.exchange, *self.norms.exchanges]
         if self._overflows is not None:
             queue.exchanges += self._overflows.exchanges
-        queue.observers.append(self)
+        # First, because logical ranks look at what a backward has left.
+        queue.observers.append(self, first=has_leaves)
         for number, optimizer in enumerate(self.optimizers):
             _hook(optimizer, self)
             hook_state(optimizer, reducer, owners, number)
@@ -149,7 +158,7 @@ class ShardedStep(Observer):
         """
         self.bring_rest()
         self._begin_backward()
-        if self._is_reduced:
+        if self.is_reduced:
             self._wait_for_readers()
 
     def _begin_backward(self) -> None:
@@ -231,11 +240,11 @@ class ShardedStep(Observer):
 
     def _tell_of_no_step(self) -> None:
         self.refuse_broken_off()
-        if self._is_reduced:
+        if self.is_reduced:
             samples = self._samples()
             values = int(digest_of(samples)) if samples else 0
-            self._agree(Intent(Act.GO_ON, values, Problem(0)))
-            self._is_reduced = False
+            self.agree(Intent(Act.GO_ON, values, Problem(0)))
+            self.is_reduced = False
 
     def _samples(self) -> list[Tensor]:
         """Return parts of a few parameters, of each owner.
@@ -266,10 +275,10 @@ class ShardedStep(Observer):
         if self._overflows is not None:
             self._overflows.share()
         self.shares.note()
-        self._leave_zeros_to_owners()
-        self._is_reduced, self._tasks = True, ()
+        self.leave_zeros_to_owners()
+        self.is_reduced, self._tasks = self.leaves_steps, ()
 
-    def _leave_zeros_to_owners(self) -> None:
+    def leave_zeros_to_owners(self) -> None:
         """Drop zeros that this rank would apply to parameters of others.
 
         The script has made them, and no rank has used the parameters.
@@ -282,10 +291,10 @@ class ShardedStep(Observer):
 
     def abandon(self) -> None:
         """Forget what was reduced, and values that are on their way."""
-        self._is_reduced = self._is_open = False
+        self.is_reduced = self._is_open = False
         self._leave_parts()
         self.shares.forget()
-        self._returns.drop()
+        self.returns.drop()
         if self._overflows is not None:
             self._overflows.drop()
 
@@ -302,20 +311,21 @@ class ShardedStep(Observer):
         self._refuse_capture("A step")
         number = self._number_of(optimizer)
         # When all have agreed, no rank reads older values of this one any more.
-        self._returns.finish(number)
+        self.returns.finish(number)
         if self._overflows is not None:
             self._overflows.drop(number)
         problems, held = self._problems(number)
         if has_closure:
             problems |= Problem.CLOSURE
-        self._agree(Intent(Act.STEP, number, problems), held)
-        self._is_reduced, self._is_open = False, True
+        self.agree(Intent(Act.STEP, number, problems), held)
+        self.is_reduced, self._is_open = False, True
         self._reducer.communicator.note_step()
         self._parts[number].enter(optimizer)
 
     def _refuse_unfinished(self, what: str) -> None:
         """Refuse what must follow a backward if that has not ended well."""
         reducer = self._reducer
+        self.refuse_in_loop(what)
         reducer.check()
         if reducer.phase.now not in (Phase.IDLE, Phase.ARMED):
             raise ShardedStepError(
@@ -355,10 +365,16 @@ class ShardedStep(Observer):
             reducer.fail(error)
             raise error
 
-    def _agree(self, mine: Intent, concerned: Iterable[int] = ()) -> None:
+    def agree(
+        self,
+        mine: Intent,
+        concerned: Iterable[int] = (),
+        agreement: Agreement | None = None,
+    ) -> None:
         """Do what all ranks do, or fail on all of them."""
         try:
-            self._agreement.reach(mine, [self._reducer.names[i] for i in concerned])
+            names = [self._reducer.names[i] for i in concerned]
+            (agreement or self._agreement).reach(mine, names)
         except BaseException as error:
             self._reducer.fail(error)
             raise
@@ -389,21 +405,25 @@ class ShardedStep(Observer):
     def _problems(self, number: int) -> tuple[Problem, Sequence[int]]:
         """Return what is wrong with a step on this rank, and with which parameters."""
         foreign = self._with_grads(self._foreign_of[number])
-        problems, concerned = self._not_averaged(foreign, self._own_of[number])
+        problems, concerned = self._not_averaged(foreign, self.own_of[number])
         changed: list[int] = []
-        if not self._allows_changes:
-            changed = self.shares.changed(self._own_of[number])
+        if not self.allows_changes:
+            changed = self.shares.changed(self.own_of[number])
         problems |= Problem.CHANGED if changed else Problem(0)
         # A fused step skips itself, on the ranks that have found infinity.
         optimizer = self.optimizers[number]
         is_told = self._overflows is not None
         if getattr(optimizer, "found_inf", None) is not None and not is_told:
             problems |= Problem.SCALER
-        moved = self._moved(number)
+        moved = self.moved(number)
         problems |= Problem.MOVED if moved else Problem(0)
         return problems, concerned or changed or moved
 
-    def _moved(self, number: int) -> list[int]:
+    def foreign_grads(self, number: int, among: Collection[int]) -> list[int]:
+        """Return which of some parameters have a gradient, but are another rank's."""
+        return self._with_grads(i for i in self._foreign_of[number] if i in among)
+
+    def moved(self, number: int) -> list[int]:
         """Return the parameters of an optimizer that another one is known to step."""
         groups, known = self.optimizers[number].param_groups, self._held[number]
         if len(groups) == len(known) and all(
@@ -413,7 +433,7 @@ class ShardedStep(Observer):
         ):
             return []
         held = _held_by(self.optimizers[number])
-        indices = (self._ids.get(id(param)) for param in chain.from_iterable(held))
+        indices = (self.index.get(id(param)) for param in chain.from_iterable(held))
         moved = [
             i for i in indices if i is not None and self.owners.stepper[i] != number
         ]
@@ -432,10 +452,10 @@ class ShardedStep(Observer):
         self._parts[number].leave(optimizer)
         self.steps += 1
         try:
-            self._returns.start(number)
+            self.returns.start(number)
             # If values are given up on a device, what is there of them is written, too.
             reducer.communicator.note_step()
-            self._returns.settle()
+            self.returns.settle()
         except BaseException as error:
             reducer.fail(error)
             raise
@@ -454,15 +474,15 @@ class ShardedStep(Observer):
         reducer = self._alive()
         if reducer is None or reducer.communicator.size == 1 or self._is_open:
             return
-        if has_stepped and not self._is_reduced:
+        if has_stepped and not self.is_reduced:
             return
         if not has_stepped and not is_known(optimizer):
             return
         held = [
-            self._ids[id(param)]
+            self.index[id(param)]
             for group in optimizer.param_groups
             for param in group["params"]
-            if param.grad is not None and id(param) in self._ids
+            if param.grad is not None and id(param) in self.index
         ]
         if held:
             error = ShardedStepError(
@@ -513,23 +533,27 @@ class ShardedStep(Observer):
 
     def _clip(self, max_norm: float, norm_type: float, *, raises: bool) -> Tensor:
         foreign = self._with_grads(chain.from_iterable(self._foreign_of))
-        problems, concerned = self._not_averaged(foreign, chain(*self._own_of))
+        problems, concerned = self._not_averaged(foreign, chain(*self.own_of))
         arguments = zlib.crc32(repr((max_norm, norm_type, raises)).encode())
-        self._agree(Intent(Act.CLIP, arguments, problems), concerned)
+        self.agree(Intent(Act.CLIP, arguments, problems), concerned)
         with self.shares.changing():
-            return self._norms.clip(max_norm, norm_type, raises=raises)
+            return self.norms.clip(max_norm, norm_type, raises=raises)
 
     def bring_rest(self) -> None:
         """Wait for values that are still on their way, and write them to parameters."""
-        self._returns.finish()
+        self.returns.finish()
 
     def bring_all(self) -> None:
         """Give all ranks the values of each parameter that its owner has.
 
         All ranks must call it together, and wait for each other.
         """
-        self._returns.start(None)
-        self._returns.finish()
+        self.returns.start(None)
+        self.returns.finish()
+
+
+def _do_nothing(_what: str) -> None:
+    """Refuse nothing: there are no logical ranks."""
 
 
 def _held_by(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -567,6 +591,22 @@ _steps: weakref.WeakSet[ShardedStep] = weakref.WeakSet()
 def is_divided(optimizer: Optimizer) -> bool:
     """Return whether ranks divide the steps of an optimizer."""
     return optimizer in _hooks and _hooks[optimizer][0]() is not None
+
+
+def hook_anew(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> None:
+    """Let ``act`` come right before each step of a divided optimizer, and nothing else.
+
+    It comes in the place of what `ShardedStep` does before and after the step.
+    """
+    reference, before, after = _hooks[optimizer]
+    optimizer._optimizer_step_pre_hooks.pop(before, None)
+    optimizer._optimizer_step_post_hooks.pop(after, None)
+
+    def alone(_step: ShardedStep, which: Optimizer, *_: Any) -> None:
+        act(which)
+
+    anew = optimizer.register_step_pre_hook(_weakly(reference, alone))
+    _hooks[optimizer] = reference, anew.id, after
 
 
 def _hook(optimizer: Optimizer, step: ShardedStep) -> None:

@@ -301,7 +301,7 @@ class TreeOfReplicas(OverReplicas, TreeAveraging):
         """Start to add up a bucket over the replicas, in place."""
         _, size = self.quorum.place
         nodes = [self._rounds.shares.nodes(replica) for replica in range(size)]
-        pieces = self._partial.pieces(plan, payload)
+        pieces = self.partial.pieces(plan, payload)
         slices = Slices(payload, pieces, nodes, self._leaves, self.quorum.group)
         work: Any = TreeSum(self.quorum, slices)
         return cast("Work", work)

@@ -18,7 +18,7 @@ from minidp import DataParallel
 from minidp.comm import side_groups
 from minidp.errors import ShardedStepError
 from minidp.sharded import step
-from minidp.sharded.averaging import StreamedShare
+from minidp.sharded.averaging import Brought, StreamedShare, by_rank
 from tests.accelerator.scenarios import Branches, Fails, TwoDevices
 from tests.accelerator.test_lifetimes import Sums, all_memory_reused, nodes_on, take
 from tests.accelerator.training import SMALL, WAYS, Run, net, no_races, result_of
@@ -36,6 +36,11 @@ OPTIMIZERS = {
     "foreach": lambda params: torch.optim.AdamW(params, 0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
 }
+
+
+def of_two(flat):
+    """Return what two ranks bring to a sum: a row each."""
+    return Brought([flat], [1, 1], by_rank)
 
 
 def here():
@@ -107,6 +112,24 @@ def two_devices(run, *, clips=False, set_to_none=True, **options):
     return run.train(model, step=step, optimizer=optimizer, set_to_none=set_to_none)
 
 
+def in_backward(run, *, clip=None, unused=False, **options):
+    """Each bucket steps in the backward, or all of them at its end."""
+    module = (Branches() if unused else net()).to(run.device())
+    options |= UNUSED if unused else {}
+    model, optimizer = divided(run, module, "adamw", **options)
+    model.step_in_backward(optimizer, clip_grad_norm=clip)
+    found = []
+    with run.training():
+        for n in range(5):
+            with run.count(run.costs):
+                optimizer.zero_grad()
+                more = (n % 2,) if unused else ()
+                model(run.batch(n), *more).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [param.detach().clone() for param in model.parameters()]
+    return found
+
+
 def recorded(run):
     model, optimizer = divided(run, net().to(run.device()))
     with minidp.record(model):
@@ -127,6 +150,20 @@ def two_optimizers(run, **options):
         second.step()
 
     return run.train(model, step=step, optimizer=first)
+
+
+def logical(run, number, *, set_to_none=True, clips=False, **options):
+    """Each rank brings one sum of four logical ranks, and two of five."""
+    options |= {"logical_ranks": number}
+    model, optimizer = divided(run, net().to(run.device()), "adamw", **options)
+
+    def step(n):
+        for leaf in model.each_logical_rank():
+            model(run.batch(10 * n + leaf)).square().mean().backward()
+        if clips:
+            model.clip_grad_norm_(0.05)
+
+    return run.train(model, step=step, optimizer=optimizer, set_to_none=set_to_none)
 
 
 def reset(run, **options):
@@ -168,6 +205,13 @@ SCENARIOS = {
     "two devices": two_devices,
     "two devices kept": partial(two_devices, set_to_none=False),
     "two optimizers": two_optimizers,
+    "logical ranks": partial(logical, number=4),
+    "logical ranks with several sums": partial(logical, number=5, clips=True),
+    "logical ranks, kept views": partial(logical, number=5, set_to_none=False, **VIEWS),
+    "in backward": in_backward,
+    "in backward, clipped": partial(in_backward, clip=0.05),
+    "in backward, unused": partial(in_backward, unused=True),
+    "in backward, views": partial(in_backward, **VIEWS),
     "recorded": recorded,
     "reset": reset,
 }
@@ -495,7 +539,7 @@ def test_a_recording_has_the_time_of_a_sum(ctx):
     """It is over when the sum is, and not when it is queued."""
     ones = torch.ones(500, device=ctx.device)
     with no_races():
-        total = StreamedShare(ones, [200, 300], ctx.group, 0)
+        total = StreamedShare(of_two(ones), [200, 300], ctx.group, 0)
         total.get_future().wait()
         ones.mul(2)
     total.wait()
@@ -615,7 +659,7 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
     cpu = torch.zeros(1)
     if ctx.rank == 1:  # comes when the other one has seen that it need not wait
         dist.all_reduce(cpu, group=ctx.group)
-    total = StreamedShare(ones, [200, 300], ctx.group, 0)
+    total = StreamedShare(of_two(ones), [200, 300], ctx.group, 0)
     if ctx.rank == 0:
         passed = torch.Event("sim")
         passed.record()
@@ -634,7 +678,8 @@ def test_the_stream_of_a_backward_does_not_wait_for_other_ranks(ctx):
 
 
 def as_on_the_cpu(ctx):
-    for name in ("adamw", "views", "clipped unused", "two optimizers"):
+    several_sums = "logical ranks with several sums"
+    for name in ("adamw", "views", "clipped unused", "two optimizers", several_sums):
         expected = result_of(Run(ctx, DataParallel, "cpu"), SCENARIOS[name])
         run = Run(ctx, DataParallel, "sim", "mixed_nodes")
         found = result_of(run, SCENARIOS[name])

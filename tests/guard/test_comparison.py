@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidp import ReplicaMismatchError, UnsyncedGradientsError
 from minidp.guard import comparison
-from minidp.guard.comparison import _Meeting
+from minidp.guard.comparison import Verdict, _Meeting
 from tests.support.both import Two, wrapped
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
@@ -253,6 +253,22 @@ def test_digest_of_other_kinds():
         sparse * 2,
     ]
     assert len({comparison._digest([each]) for each in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_proof"),
+    [
+        ({}, True),  # rank 2 will never come
+        ({"awaited": frozenset({2})}, False),
+        ({"awaited": frozenset({2}), "stepped": frozenset({2})}, True),
+        ({"awaited": frozenset({2}), "reducing": frozenset({2})}, True),
+    ],
+)
+def test_nothing_is_proved_as_long_as_a_rank_is_late(more, is_proof):
+    """Two ranks may differ by rounding, or by noise that all three have."""
+    verdict = Verdict({0: 1, 1: 2}, frozenset({0, 1, 2}), **more)
+    assert verdict.is_proof is is_proof
+    assert verdict.proves_mistake is is_proof
 
 
 def average_by_hand(ctx, ddp):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
-from minidp import DataParallel, comm_hooks
+from minidp import DataParallel, comm, comm_hooks
 from minidp.config import options as config_options
 from minidp.guard import comparison
 from tests.support.both import error_of
@@ -258,6 +258,19 @@ def store_host_stops(ctx: Any) -> str:
 def test_a_stopped_host_of_the_store_does_not_hold_up_the_report() -> None:
     _, error = run_fresh(store_host_stops, 2, errors="return", **PATIENT)
     assert error.startswith("CollectiveError: [rank 1] ")
+
+
+@on_ranks(2, fresh={"group_timeout": 5.0})
+def test_a_wait_of_less_than_a_millisecond_has_a_limit(ctx):
+    """To torch no millisecond is no limit: who waited had to wait for the group's."""
+    store = dist.distributed_c10d._get_default_store()
+    if ctx.rank == 1:
+        store.wait(["rank 0 has looked"])
+    work = comm.all_reduce(torch.ones(2), dist.group.WORLD)
+    if ctx.rank == 0:
+        assert not [s for s in (0.0009, 0.0001, 0.0) if comm.is_done_within(work, s)]
+        store.set("rank 0 has looked", "")
+    work.wait()
 
 
 @on_ranks(2, fresh={"group_timeout": 60.0})

@@ -65,6 +65,45 @@ def test_an_alarm_that_could_not_be_sent_hides_no_other(channels):
     assert alarms_on(channels[0]) == {1: "first", 2: "of another"}
 
 
+class Interleaved:
+    """A store that calls a function before one of its calls."""
+
+    def __init__(self, store, at, function):
+        self._store, self._left, self._function = store, at, function
+
+    def __getattr__(self, name):
+        if self._left == 0:
+            self._function()
+        self._left -= 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("of_sender", range(4))
+def test_who_waits_no_longer_is_known_to_have_given_up(channels, of_sender):
+    """Whenever it says so: else a report would take it for a rank that is missing."""
+    for of_reader in range(12):
+        store = dist.HashStore()
+        reader, sender = (Channel(store, r, 2, has_met=True) for r in range(2))
+        waits = RankStatus(0, "in a backward", 4, "waiting")
+        sender.send(waits)
+        sender.outgoing.append(Alarm(1, 4, "boo"))
+
+        def read(reader=reader):
+            reader.read_news(statuses=True, alarms=True)
+
+        def send(sender=sender):
+            sender.send(RankStatus(0, "after a failure", 4))
+
+        # The one happens in the middle of the other.
+        if of_sender:
+            sender._store = Interleaved(store, of_sender - 1, read)
+            send()
+        else:
+            reader._store = Interleaved(store, of_reader, send)
+            read()
+        assert reader.statuses[1] == waits or reader.alarms.keys() == {1}
+
+
 def test_a_connection_is_closed_when_the_host_of_the_store_ends():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)

@@ -120,6 +120,23 @@ def test_what_is_said_of_others(names, more, absent, text, may_still_come):
     assert found.may_still_come() is may_still_come
 
 
+def test_who_has_ended_after_its_part_is_not_missing():
+    """It is silent, as a dead rank is, and has done all that this rank waits for."""
+    done = {"alarms": [Alarm(2, 5, ENDED)], "silent": [2]}
+    alone = {"alarms": [Alarm(1, 5, ENDED)], "silent": [1]}
+    busy = missing_ranks("busy, is past it", **done)
+    assert busy.absent == [1]
+    assert busy.may_still_come()
+    dead = missing_ranks("here, is past it", alarms=done["alarms"], silent=[1, 2])
+    assert dead.to_text().startswith(f"Missing: rank 1. Rank 1 {SILENT}; last seen: ")
+    lost = missing_ranks("is past it", **alone)
+    assert not lost.may_still_come()
+    assert lost.to_text() == (
+        "No rank is missing, but messages do not arrive: rank 1 took part, and left "
+        "after that."
+    )
+
+
 def test_texts_that_might_be_long():
     alarm = Alarm(1, 4, "x" * 5000)
     assert len(missing_ranks("busy", alarms=[alarm]).to_text()) < 1500
@@ -225,6 +242,8 @@ def test_who_does_not_come_to_a_meeting(status, may_answer, found, monkeypatch):
     assert {kind: getattr(passed, kind) for kind in kinds} == {
         kind: {1} if kind == found else set() for kind in kinds
     }
+    # Who waits elsewhere may be merely late.
+    assert passed.ahead == ({1} if status is not None and status.step == 8 else set())
     passed.drop()
     assert passed.try_answer(channel(status))
 
@@ -241,7 +260,7 @@ def test_a_rank_that_waits_has_time_to_answer():
 def test_who_gave_up_does_not_come():
     passed = Passed(7, 2, 2, may_answer=True)
     passed.try_answer(channel(None, alarms=[Alarm(1, 2, "boo")]))
-    assert passed.gone == {1}
+    assert passed.gone == passed.ahead == {1}
 
 
 # -- where a thread is -----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -56,9 +57,12 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def check(pool, scenario, number, ranks=(2, 3, 4)):
-    """Compare several ranks with one process, bit for bit: -0 is not 0."""
-    (expected,) = pool.run(run, 1, scenario, number)
+def check(pool, scenario, number, ranks=(2, 3, 4), alone=None):
+    """Compare several ranks with one process, bit for bit: -0 is not 0.
+
+    That runs the same scenario, if ``alone`` is no other one.
+    """
+    (expected,) = pool.run(run, 1, alone or scenario, number)
     for size in ranks:
         if size <= number:
             for found in pool.run(run, size, scenario, number):
@@ -185,15 +189,28 @@ def test_two_on_two_ranks_have_the_bits_of_torchs_ddp(pool):
     assert same(theirs[:1], pool.run(by_ddp, 1, DataParallel, {"logical_ranks": 2}))
 
 
+SCENARIOS = {
+    **{name: partial(trainings.plain, **options) for name, options in OPTIONS.items()},
+    **FEATURES,
+}
+# What does not go with steps that are divided among the ranks.
+UNDIVIDED = {"auto", "keeps", "keeps views", "steps inside", "clips inside"}
+
+
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("name", sorted({*SCENARIOS} - UNDIVIDED))
+def test_divided_steps(pool, name, number):
+    """Their bits are those of the plain optimizer on one rank."""
+    made_of = trainings.World(divides=True)
+    divided = partial(trainings.in_world, scenario=SCENARIOS[name], made_of=made_of)
+    check(pool, divided, number, ranks=(1, 2, 3), alone=SCENARIOS[name])
+
+
 @given(
     number=st.integers(1, 16),
     size=st.integers(1, 4),
-    scenario=st.sampled_from(
-        [
-            *[partial(trainings.plain, **options) for options in OPTIONS.values()],
-            *FEATURES.values(),
-        ]
-    ),
+    name=st.sampled_from(sorted(SCENARIOS)),
+    divides=st.booleans(),
     # Without it there are 1600 cases, and whoever asks for more gets no more.
     made_of=st.builds(
         trainings.World,
@@ -204,6 +221,14 @@ def test_two_on_two_ranks_have_the_bits_of_torchs_ddp(pool):
     ),
 )
 @pytest.mark.laws
-def test_random_trainings(pool, number, size, scenario, made_of):
-    chosen = partial(trainings.in_world, scenario=scenario, made_of=made_of)
-    check(pool, chosen, number, ranks=[min(size, number)])
+def test_random_trainings(pool, number, size, name, divides, made_of):
+    """With steps that are divided among the ranks, too."""
+    alone, several = (
+        partial(
+            trainings.in_world,
+            scenario=SCENARIOS[name],
+            made_of=replace(made_of, divides=divides and name not in UNDIVIDED),
+        )
+        for divides in (False, divides)
+    )
+    check(pool, several, number, ranks=[min(size, number)], alone=alone)

@@ -35,12 +35,14 @@ class Net(nn.Module):
         return self.net(x + self.words(words).sum(0)).square().mean()
 
 
-def train(ctx: Any, kind: str, sparse: bool) -> list[Any]:
+def train(ctx: Any, kind: str, sparse: bool, divides: bool = False) -> list[Any]:
     net = Net(sparse=sparse)
     group = KINDS[kind](ctx.group) if kind else ctx.group
     options: dict[str, Any] = {"logical_ranks": 5, "bucket_cap_mb": 0.0002}
     model = minidp.DataParallel(net, process_group=group, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if divides:
+        model.sharded_step(optimizer)
     for step in range(3):
         for leaf in model.each_logical_rank():
             model(batch(step, leaf), leaf).backward()
@@ -55,4 +57,12 @@ def test_the_bits_are_those_of_one_rank(pool: Any, kind: str, sparse: bool) -> N
     (alone,) = pool.run(train, 1, "", sparse)
     for size in (2, 3):
         for found in pool.run(train, size, kind, sparse):
+            assert same(alone, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_steps(pool: Any, kind: str) -> None:
+    (alone,) = pool.run(train, 1, "", False)
+    for size in (2, 3):
+        for found in pool.run(train, size, kind, False, True):
             assert same(alone, found)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel
@@ -27,6 +28,7 @@ class World:
     rows: int = 5  # of a batch
     width: int = 30
     bucket_kib: float = 2  # several buckets
+    divides: bool = False  # optimizer steps, among the ranks
 
 
 world = World()
@@ -99,10 +101,35 @@ def wrapped(ctx: Any, module: nn.Module, number: Any, **options: Any) -> DataPar
     )
 
 
+def divide(
+    model: DataParallel, optimizer: torch.optim.Optimizer, **options: Any
+) -> torch.optim.Optimizer:
+    """Return the optimizer, whose steps are divided among the ranks if `world` says."""
+    if world.divides:
+        model.sharded_step(optimizer, **options)
+    return optimizer
+
+
+def grads(model: DataParallel) -> list[Any]:
+    """Return the average of each parameter, whichever rank has it."""
+    mine = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    if not world.divides:
+        return mine
+    of_ranks: list[Any] = [None] * model.process_group.size()
+    dist.all_gather_object(of_ranks, mine, group=model.process_group)
+    return [
+        next((grad for grad in each if grad is not None), None)
+        for each in zip(*of_ranks, strict=True)
+    ]
+
+
 def result(model: DataParallel, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return parameters, the optimizer's state, and on rank 0 module buffers."""
+    """Return parameters and the optimizer's state, which is on rank 0 if divided."""
     found = [param.detach().clone() for param in model.module.parameters()]
-    for state in optimizer.state.values():
+    whole: Any = optimizer.state_dict()
+    if world.divides:
+        whole = model.whole_optimizer_state(optimizer) or {"state": {}}
+    for _, state in sorted(whole["state"].items()):
         found += [each.clone() for each in state.values() if torch.is_tensor(each)]
     return found
 
@@ -115,14 +142,14 @@ def plain(ctx: Any, number: Any, **options: Any) -> list[Any]:
     """Train with any options; the module has buffers, and draws random numbers."""
     module = net()
     model = wrapped(ctx, module, number, **options)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    optimizer = divide(model, torch.optim.Adam(module.parameters(), lr=0.01))
     found = []
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             loss = model(batch(step, leaf)).square().mean()
             noise = random.random() + np.random.random() + float(torch.rand(()))
             (loss * noise).backward()
-        found += [param.grad.clone() for param in module.parameters()]
+        found += grads(model)
         optimizer.step()
         optimizer.zero_grad()
     found += result(model, optimizer)
@@ -133,7 +160,7 @@ def depends_on_buffers(ctx: Any, number: int) -> list[Any]:
     """With an evaluation in each turn, and several forwards for one backward."""
     module = Codes()
     model = wrapped(ctx, module, number)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer = divide(model, torch.optim.SGD(module.parameters(), lr=0.01))
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             loss = model(batch(step, leaf)) + model(batch(step, 50 + leaf))
@@ -150,7 +177,7 @@ def zeroes_in_the_loop(ctx: Any, number: int, *, set_to_none: bool) -> list[Any]
     """``zero_grad()`` is called in the first turn."""
     module = net()
     model = wrapped(ctx, module, number)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = divide(model, torch.optim.SGD(module.parameters(), lr=0.1))
     for step in range(STEPS):
         for turn, leaf in enumerate(model.each_logical_rank()):
             if turn == 0:
@@ -163,7 +190,9 @@ def zeroes_in_the_loop(ctx: Any, number: int, *, set_to_none: bool) -> list[Any]
 def unused(ctx: Any, number: int, **options: Any) -> list[Any]:
     module = Branches()
     model = wrapped(ctx, module, number, find_unused_parameters=True, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = divide(
+        model, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    )
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             side = (leaf + step) % 3 == 0
@@ -178,7 +207,7 @@ def accumulates(ctx: Any, number: int, **options: Any) -> list[Any]:
     """Several micro-batches in each logical rank, unequally many."""
     module = net()
     model = wrapped(ctx, module, number, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = divide(model, torch.optim.SGD(module.parameters(), lr=0.1))
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             count = 1 + (leaf + step) % 3
@@ -209,7 +238,7 @@ def keeps(ctx: Any, number: int, **options: Any) -> list[Any]:
 def items(ctx: Any, number: int, **options: Any) -> list[Any]:
     module = net()
     model = wrapped(ctx, module, number, average_over="items", **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = divide(model, torch.optim.SGD(module.parameters(), lr=0.1))
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             count = 2 + (3 * leaf + step) % 5
@@ -238,6 +267,7 @@ def scaled(ctx: Any, number: int) -> list[Any]:
     model = wrapped(ctx, module, number)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    divide(model, optimizer, grad_scaler=scaler)
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -255,7 +285,7 @@ def of_dtype(ctx: Any, number: int, dtype: torch.dtype) -> list[Any]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 3)).to(dtype)
     model = wrapped(ctx, module, number)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = divide(model, torch.optim.SGD(module.parameters(), lr=0.1))
     for step in range(STEPS):
         for leaf in model.each_logical_rank():
             model(batch(step, leaf).to(dtype)).abs().square().mean().backward()

@@ -65,6 +65,28 @@ def test_values_that_come_back_in_the_next_forward():
     assert seconds(first, "hidden", "exposed", "waited") == [7, 5, 3]
 
 
+# Each bucket steps as soon as it is reduced, and its values are sent at once.
+IN_BACKWARD = {
+    "optimizers": [(32, 34), (41, 43)],
+    "values": [(0, 34, 35, 44, 45), (1, 43, 44, 45, 48)],
+}
+
+
+def test_values_amid_the_buckets():
+    """While a rank steps or sends, a bucket on the wire is hidden."""
+    one = step(0, [(20, 20, 31, 32), (30, 30, 40, 48)], **IN_BACKWARD)
+    found = overlap_of(timeline([one]), one)
+    names = "backward", "exposed", "finish", "values", "optimizer", "forward", "other"
+    assert seconds(found, *names) == [20, 7, 1, 6, 4, 8, 14]
+    first, last = found.buckets
+    assert seconds(first, "hidden", "exposed") == [10, 1]
+    assert seconds(last, "hidden", "exposed") == [3, 6]
+    wires = [each for each in slices(found) if each.name.startswith("wire")]
+    exposed = [each for each in wires if each.name == "wire, exposed"]
+    of_last = [(e.begin_ns / MS, e.end_ns / MS) for e in exposed if e.row == 1]
+    assert of_last == [(31, 32), (35, 40)]
+
+
 def drawn(one, row):
     found = list(slices(overlap_of(timeline([one]), one)))
     return [
@@ -167,11 +189,12 @@ def test_without_divided_steps_nothing_speaks_of_values():
 # ------------------------------------------------------------- events of a real step
 
 
-def trained(model, optimizer, steps=4):
+def trained(model, optimizer, steps=4, *, in_backward=False):
     for number in range(steps):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number))
         model(x).square().mean().backward()
-        optimizer.step()
+        if not in_backward:
+            optimizer.step()
         optimizer.zero_grad()
     return [param.detach().clone() for param in model.parameters()]
 
@@ -212,6 +235,30 @@ def test_values_of_a_real_training(ctx, in_shared_memory):
     rec.gather()
     assert "Are values of parameters back in time?" in rec.report()
     assert any("values, exposed" in line for line in rec.report().splitlines())
+    return expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_values_of_steps_inside_the_backward(ctx, in_shared_memory):
+    more = {} if in_shared_memory else {"lazy_bucket_allocation": True}
+    expected = trained(*divided(ctx, **more))
+    model, optimizer = divided(ctx, **more)
+    model.step_in_backward(optimizer)
+    with minidp.record(model) as rec:
+        assert same(expected, trained(model, optimizer, in_backward=True))
+    (mine,) = rec.timelines
+    assert len(mine.steps) == 4
+    for one in mine.steps:
+        assert [v.number for v in one.values] == [b.number for b in one.buckets]
+        assert len(one.optimizers) == len(one.buckets)
+        for each in one.values:
+            assert one.backward.end_ns <= each.started_ns
+            assert each.back_ns <= one.finalize_end_ns
+        split = overlap_of(mine, one)
+        parts = [getattr(split, name) for name in PHASES.values()]
+        assert sum(parts) == pytest.approx(split.seconds)
+        assert all(part >= 0 for part in parts)
     return expected
 
 

@@ -52,7 +52,8 @@ ROOMS: dict[str, set[str]] = {
     | {"native", "randomness"}
     | TOP,
     "guard": {"replica", "core", "comm"} | TOP,
-    "sharded": {"guard", "replica", "core", "comm", "hooks", "shared_memory", "layout"}
+    "sharded": {"guard", "logical", "replica", "core", "comm", "hooks"}
+    | {"shared_memory", "layout"}
     | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,

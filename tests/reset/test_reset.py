@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from minidp import CollectiveError
+from minidp import CollectiveError, DataParallel
 from minidp.comm import stores
 from tests.support.both import Scalars, Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
@@ -171,6 +171,28 @@ def test_groups_of_earlier_resets_are_freed(ctx, hangs):
         total = torch.ones(1)
         torch.distributed.all_reduce(total, group=mine)
         assert total == 2
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+def test_names_of_groups_do_not_grow_with_each_reset(ctx):
+    """They are a part of all keys in the store."""
+    ddp, names = wrapped(ctx, Two(), hang_timeout=20.0), []
+
+    def replaced(model):
+        model._reducer.communicator.has_failed = True
+        model.reset()
+        names.append(str(model.process_group.group_name))
+
+    for _ in range(4):
+        replaced(ddp)
+    # Made on a replacement, it calls its own resets as the first one called its.
+    other = DataParallel(Two(), process_group=ddp.process_group, hang_timeout=20.0)
+    replaced(other)
+    train(ctx, ddp, 1)
+    train(ctx, other, 1)
+    assert len(set(names)) == 5
+    assert len({len(name) for name in names[1:]}) == 1, names
+    return names
 
 
 # ---------------------------------------------------------- ranks fail differently

@@ -96,6 +96,9 @@ def train(ctx, ours, name, options, how, **more):  # noqa: C901 -- a loop with a
             p.grad = torch.zeros_like(p)
     if ours:
         ddp.sharded_step(*optimizers, per_parameter=name == "lamb", **more)
+    is_early = ours and how.get("early", False)
+    for each in optimizers if is_early else ():
+        ddp.step_in_backward(each, clip_grad_norm=how.get("clip"))
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
     norms = []
     for step in range(STEPS):
@@ -107,14 +110,14 @@ def train(ctx, ours, name, options, how, **more):  # noqa: C901 -- a loop with a
         ddp(batch(ctx, step), with_extra=not skips).square().mean().backward()
         if how.get("looks_ahead"):  # in the first step this moves the gradients
             ddp(batch(ctx, 90 + step))
-        if "clip" in how:
+        if "clip" in how and not is_early:
             norm = (
                 ddp.clip_grad_norm_(how["clip"])
                 if ours
                 else clip_grad_norm_(ddp.parameters(), how["clip"])
             )
             norms.append(norm)
-        for each in optimizers:
+        for each in () if is_early else optimizers:
             each.step()
         for each in schedulers:
             each.step()

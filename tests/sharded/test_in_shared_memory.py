@@ -60,7 +60,7 @@ def test_a_rank_knows_who_still_reads_its_values(pair):
 
 
 def test_new_values_of_a_share_are_read_by_the_others(pair):
-    pair[0].buffer(0, 1)[:4] = 7.0
+    pair[0].given(0, 0)[:4] = 7.0
     pair[0].give(0)
     assert [*pair[0].not_given(0)] == [1]
     assert not pair[0].wait_given(0, 0.0)

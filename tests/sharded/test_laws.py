@@ -48,6 +48,10 @@ class Case:
     scale: float | None = None  # of a GradScaler
     overlaps: bool = False  # overlap_param_gather
     split: float | None = None  # split_from_mb
+    # Optimizers step in the backward, and each of them clips to this if it is not None.
+    # Then steps have no norm of their own, and are not left out.
+    early: bool = False
+    early_clip: float | None = None
 
 
 def optimizers_of(case: Case, params: list[Any]) -> list[Any]:
@@ -77,6 +81,8 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             overlap_param_gather=case.overlaps,
             split_from_mb=case.split,
         )
+        for each in optimizers if case.early else ():
+            ddp.step_in_backward(each, clip_grad_norm=case.early_clip)
     seen: list[torch.Tensor] = []
 
     def forward(number: int, mask: Mask) -> Any:
@@ -95,6 +101,9 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             with nullcontext() if is_last else ddp.no_sync():
                 loss = forward(10 * number + micro, mask)
                 (scaler.scale(loss) if scales else loss).backward()
+        if case.early and not is_ours:
+            for each in optimizers:
+                clip_and_step(each, case.early_clip)
         if step.looks:
             ddp.train(step.looks == "train")
             with nullcontext() if step.looks == "train" else torch.no_grad():
@@ -104,7 +113,7 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
             scaler.unscale_(each)
         if step.clip:
             seen.append(clip(*step.clip))
-        if step.applies:
+        if step.applies and not case.early:
             for each in optimizers:
                 scaler.step(each) if scales else each.step()
         if scales and (step.clip or step.applies):
@@ -113,6 +122,13 @@ def train(ctx: Any, case: Case, kind: Any) -> list[torch.Tensor]:  # noqa: C901
         for each in optimizers:
             each.zero_grad(set_to_none=step.to_none)
     return [*seen, *(p.detach().clone() for p in module.parameters())]
+
+
+def clip_and_step(optimizer: Any, norm: float | None) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if norm is not None:
+        clip_grad_norm_(held, norm)
+    optimizer.step()
 
 
 def compare_on_rank(ctx: Any, case: Case) -> str:
@@ -239,7 +255,7 @@ def cases(draw: st.DrawFn) -> Case:
     chosen = draw(settings(kinds[0]))
     split = draw(st.sampled_from([None, None, 0.0, 32 / 2**20]))
     steps = [clipped_for(split, step) for step in steps]
-    return Case(
+    case = Case(
         model,
         tuple(options.items()),
         tuple(kinds),
@@ -249,6 +265,17 @@ def cases(draw: st.DrawFn) -> Case:
         overlaps=draw(flag),
         split=split,
     )
+    may_be_early = draw(flag) and scale is None and split is None
+    return early(case, draw(early_clips)) if may_be_early else case
+
+
+early_clips = st.sampled_from([None, None, 0.1, 1.0])
+
+
+def early(case: Case, clip: float | None) -> Case:
+    """Return the same training with steps inside the backward."""
+    steps = tuple(replace(step, clip=None, applies=True) for step in case.steps)
+    return replace(case, steps=steps, early=True, early_clip=clip)
 
 
 # A GradScaler's stand-in for a gradient, when buckets of a static graph are rebuilt.

@@ -378,11 +378,7 @@ def test_a_rank_that_is_refused_tells_the_others(ctx):
 @on_ranks(2)
 def test_what_does_not_go_with_it(ctx):
     ddp, optimizer = made(ctx)
-    for call in (
-        ddp.sync_gradients,
-        lambda: ddp.join(),
-        lambda: ddp.step_in_backward(optimizer),
-    ):
+    for call in (ddp.sync_gradients, lambda: ddp.join()):
         with pytest.raises(ShardedStepError, match="does not go with sharded_step"):
             call()
     with pytest.raises(RuntimeError, match="each rank gets its share"):
@@ -394,7 +390,7 @@ def test_what_does_not_go_with_it(ctx):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"logical_ranks": 4}, "logical_ranks"),
+        ({"logical_ranks": 4, "audit_every": 5}, "audit_every"),
         ({"bucket_cap_mb": "auto"}, "bucket_cap_mb"),
     ],
 )

@@ -129,6 +129,53 @@ def test_the_bits_of_any_tree(pool, case):
     assert pool.run(wrong_buffers, size, case) == [[]] * size
 
 
+def wrong_shares(ctx: Any, case: Case, cuts: list[list[float]]) -> list[str]:
+    """Sum shares of each buffer, and give values meanwhile; return what is wrong."""
+    every_bound = [
+        (0, *sorted(int(cut * numel) for cut in each), numel)
+        for each, (numel, _) in zip(cuts, case.shapes, strict=True)
+    ]
+    shapes = [
+        BufferShape(*shape, case.order, bounds)
+        for shape, bounds in zip(case.shapes, every_bound, strict=True)
+    ]
+    buffers = share(shapes, Communicator(ctx.group), CPU)
+    assert not isinstance(buffers, str), buffers
+    first = sum(case.counts[: ctx.rank])
+    found = []
+    for k, (buffer, bounds) in enumerate(zip(buffers, every_bound, strict=True)):
+        mine = rows_of(case, k, 0)[first : first + case.counts[ctx.rank]]
+        for row, value in zip([buffer.values, *buffer.apart], mine, strict=True):
+            row.copy_(value)
+        buffer.given(ctx.rank).fill_(ctx.rank + 1)
+        sums, values_of_all = buffer.all_reduce(), buffer.give()
+        sums.wait()
+        values_of_all.wait()
+        expected = added_up(rows_of(case, k, 0), case.postfix)
+        own = slice(bounds[ctx.rank], bounds[ctx.rank + 1])
+        mine[0][own] = expected[own]  # and nothing else has changed
+        rows = [buffer.values, *buffer.apart]
+        found += [
+            f"row {number} of buffer {k}"
+            for number, (row, value) in enumerate(zip(rows, mine, strict=True))
+            if not torch.equal(bits(row), bits(value))
+        ]
+        for rank in range(ctx.world_size):
+            if not buffer.given(rank).eq(rank + 1).all():
+                found.append(f"what rank {rank} gives in buffer {k}")
+    return found
+
+
+@given(case=cases(st.integers(2, 4)), data=st.data())
+def test_shares_of_any_tree(pool, case, data):
+    """A rank gets the sums of its share, and what others bring stays as it is."""
+    size = len(case.counts)
+    a_bound = st.floats(0, 1)
+    some = st.lists(a_bound, min_size=size - 1, max_size=size - 1)
+    cuts = [data.draw(some) for _ in case.shapes]
+    assert pool.run(wrong_shares, size, case, cuts) == [[]] * size
+
+
 @given(case=cases(st.just(1)))
 def test_the_bits_of_any_tree_of_one_rank(case):
     library = native.library()

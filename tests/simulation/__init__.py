@@ -27,8 +27,9 @@ Read the files in this order::
     training     the model, and what must come out
     play         one run
     checks       what must hold after each run
-    scenarios    what the ranks do
+    scenarios/   what the ranks do
     mutants      old races and hangs, put back
+    own          a training function of your own
 
 What is not simulated: the extension and shared memory (pure Python only), devices and
 their streams, sparse gradients, the end of an interpreter, two threads of one rank that

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+import torch
 
 from minidp.errors import MiniDPError
 
@@ -13,7 +16,11 @@ from .training import HANG_SECONDS, differ, expected
 
 # What a wait may take beyond its limit: to ask who is missing, and a slice.
 SLACK_SECONDS = 12.0
+# Known limit of reports, which simulated ranks have found: who has got through a
+# constructor publishes in another place of the store, so that a rank that is still in
+# it takes it for silent. Such errors may blame others, too.
 ABSENT = re.compile(r"Missing: rank ([0-9, ]+)\.")
+ELSEWHERE = re.compile(r"Rank (\d+) runs, but waits for other ranks elsewhere")
 
 
 def is_harmless(play: Play) -> bool:
@@ -26,6 +33,11 @@ def is_harmless(play: Play) -> bool:
 def check_all(play: Play, inputs: tuple[int, ...] | None = None) -> None:
     """Check gradients, errors, names and times of a training."""
     check_gradients(play, inputs)
+    check_story(play)
+
+
+def check_story(play: Play) -> None:
+    """Check errors, names and times: nothing is said where nothing went wrong."""
     fault = play.fault
     if is_harmless(play):
         check_no_error(play)
@@ -42,10 +54,37 @@ def check_gradients(
 ) -> None:
     """Let all gradients that a step ended with be the reference's."""
     settings = getattr(play.settings, "training", play.settings)
-    right = expected(settings, len(play.scheduler.processes), inputs, skipped)
+    ranks = len(play.scheduler.processes)
+    tolerance = 0.02 if settings.hook == "torchs in 16 bits" else 1e-5
+    right = expected(settings, ranks, inputs, skipped)
+    check_results(play, right, tolerance=tolerance)
+
+
+def check_results(
+    play: Play,
+    right: Sequence[dict[str, torch.Tensor]],
+    *,
+    is_exact: bool = False,
+    tolerance: float = 1e-5,
+) -> None:
+    """Let what ranks have kept of each step be right.
+
+    Args:
+        play: The run.
+        right: What is right, by step.
+        is_exact: Whether each bit counts.
+        tolerance: By how much numbers may differ otherwise.
+    """
     for outcome in play.outcomes:
-        if outcome.grads and (what := differ(outcome.grads, right[outcome.step])):
-            raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
+        if outcome.grads:
+            what = differ(
+                outcome.grads,
+                right[outcome.step],
+                is_exact=is_exact,
+                tolerance=tolerance,
+            )
+            if what:
+                raise Finding(f"rank {outcome.rank}, step {outcome.step}: {what}")
 
 
 def check_no_error(play: Play) -> None:
@@ -58,26 +97,44 @@ def check_no_error(play: Play) -> None:
             raise Finding(f"rank {rank} said {text}")
 
 
-def check_errors(play: Play, culprits: set[int], *, must_name: bool) -> None:
+def check_errors(
+    play: Play,
+    culprits: set[int],
+    *,
+    must_name: bool,
+    limit: float = HANG_SECONDS,
+    busy: float = 0.0,
+    has_two_wrappers: bool = False,
+) -> None:
     """Let errors be minidp's, name the culprit, and come in time.
 
     Args:
         play: The run.
         culprits: The ranks where something has gone wrong.
         must_name: Whether each error of another rank has to name one of them.
+        limit: How many seconds a wait may take.
+        busy: For how long a rank was busy beside that.
+        has_two_wrappers: Whether a rank may truly wait elsewhere: in another wrapper.
     """
     for outcome in play.outcomes:
-        _check_time(play, outcome)
+        if outcome.rank not in culprits:
+            _check_time(play, outcome, limit, busy)
         error = outcome.error
         if error is None or _is_the_scripts(outcome):
             continue
         what = f"rank {outcome.rank}, step {outcome.step}: {_line(error)}"
         if not isinstance(error, MiniDPError):
             raise Finding(f"an error that is not minidp's: {what}")
-        if outcome.rank not in culprits:
-            _check_names(play, str(error).partition("]")[2], culprits, what)
-            if must_name and not any(_names(r, str(error)) for r in culprits):
-                raise Finding(f"the error does not name rank {culprits}: {what}")
+        is_innocent = outcome.rank not in culprits
+        told = str(error).partition("]")[2]
+        elsewhere = {int(r) for r in ELSEWHERE.findall(told)}
+        excused = culprits | elsewhere if has_two_wrappers else culprits
+        # Who hears late is to blame no other rank, and is none to be blamed either.
+        if outcome.step >= 0 and (is_innocent or play.fault.kind is Kind.HEARS_LATE):
+            _check_names(play, told, excused, what)
+        is_named = any(_names(r, str(error)) for r in culprits)
+        if is_innocent and must_name and not is_named:
+            raise Finding(f"the error does not name rank {culprits}: {what}")
 
 
 def _line(error: BaseException) -> str:
@@ -100,8 +157,6 @@ def _names(rank: int, text: str) -> bool:
 def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
     """Let an error blame no rank that has done nothing, and take no dead one to run."""
     failed = {each.rank for each in play.outcomes if each.error is not None}
-    if play.fault.kind is Kind.HEARS_LATE:  # who has finished is gone, and is told so
-        failed |= {r for r, error in play.ends.items() if error is None}
     named = {int(r) for found in ABSENT.findall(told) for r in found.split(",")}
     gave_up = {r for r in failed if _has_given_up(r, told)}
     if wrong := named - culprits - gave_up:
@@ -116,14 +171,12 @@ def _has_given_up(rank: int, text: str) -> bool:
     return any(f"ank {rank} {word}" in text for word in ("gave up", "is gone"))
 
 
-def _check_time(play: Play, outcome: Outcome) -> None:
+def _check_time(play: Play, outcome: Outcome, limit: float, busy: float) -> None:
     if play.scheduler.processes[outcome.rank].life is Life.KILLED:
         return
     fault = play.fault
     late = fault.seconds if fault.has_struck else 0.0
-    limit = HANG_SECONDS * outcome.num_waits + SLACK_SECONDS + late
-    if outcome.rank == fault.rank and late > HANG_SECONDS:
-        return
+    limit = limit * outcome.num_waits + SLACK_SECONDS + late + busy
     if outcome.is_own:  # without a limit
         return
     took = outcome.ended - outcome.began

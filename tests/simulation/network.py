@@ -66,7 +66,9 @@ class Work:
         if scheduler.is_over:
             raise RuntimeError("the simulation is over")
         left = self._deadline - scheduler.time
-        seconds = min(timeout.total_seconds() or left, left)
+        # Torch counts in whole milliseconds, and to it 0 of them are no limit.
+        milliseconds = timeout // timedelta(milliseconds=1)
+        seconds = min(milliseconds / 1000 or left, left)
         scheduler.turn(f"wait for {self.what}")
         if not self._is_done:
             scheduler.block(seconds, self.what, self._waiters)
@@ -123,14 +125,14 @@ class Wire:
     def __init__(self, network: Network, name: str, ranks: Sequence[int]) -> None:
         self.network, self.name, self.ranks = network, name, list(ranks)
         self.launches: dict[int, list[Launch]] = {rank: [] for rank in ranks}
-        self.is_closed = False  # a rank has ended, and its connections with it
+        self.ended: list[int] = []  # ranks that are gone, and their connections
 
     def launch(self, rank: int, launch: Launch) -> None:
         mine = self.launches[rank]
         mine.append(launch)
         number = len(mine) - 1
         process = self.network.processes[rank]
-        if self.is_closed:
+        if not self._can_come(number):
             self._fail(process, launch)
             return
         others = [rows[number] for rows in self.launches.values() if len(rows) > number]
@@ -173,17 +175,27 @@ class Wire:
         message = Message(process, lambda: finish(CLOSED), what, time)
         self.network.scheduler.send(message)
 
-    def close(self) -> None:
-        """Let all that is not on its way fail, because a rank has ended."""
-        if self.is_closed:
-            return
-        self.is_closed = True
+    def _can_come(self, number: int) -> bool:
+        """Return whether all ranks that have ended had done their part of this.
+
+        Who has got what a root broadcasts may end, and others still get theirs.
+        """
+        return all(
+            len(self.launches[rank]) > number
+            and self.launches[rank][number].work.is_success()
+            for rank in self.ended
+        )
+
+    def close(self, ended: int) -> None:
+        """Let what needs a rank that has ended fail, unless it is on its way."""
+        self.ended.append(ended)
         for rank, rows in self.launches.items():
             process = self.network.processes[rank]
             if process.life is not Life.LIVES:
                 continue
-            for each in rows:
-                if not each.work.is_completed() and not each.is_sent:
+            for number, each in enumerate(rows):
+                is_open = not each.work.is_completed() and not each.is_sent
+                if is_open and not self._can_come(number):
                     self._fail(process, each)
 
 
@@ -265,7 +277,7 @@ class Network:
             return
         for wire in self.wires.values():
             if process.rank in wire.launches:
-                wire.close()
+                wire.close(process.rank)
 
     def clear(self) -> None:
         """Let go of everything, because minidp leaks groups whose works still run."""
@@ -375,6 +387,15 @@ class Group:
         return self._launch("allgather", inputs, outputs, write, shape=shape)
 
     @of_the_system
+    def _allgather_base(
+        self, output: torch.Tensor, mine: torch.Tensor, _options: Any = None
+    ) -> Work:
+        rows = output.view(self.size(), mine.numel())
+        return self.allgather([list(rows.unbind())], [mine.view(-1)])
+
+    all_gather_single = _allgather_base  # as torch 2.13 calls it
+
+    @of_the_system
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -384,7 +405,7 @@ class Group:
         _options: Any = None,
     ) -> Work:
         me, size = self.rank(), self.size()
-        to_send = to_send or [len(mine) // size] * size
+        to_send = list(to_send) or [len(mine) // size] * size
 
         def write(parts: list[Launch]) -> None:
             pieces = [each.sent[0].split(each.to_send)[me] for each in parts]  # type: ignore[attr-defined]
@@ -394,8 +415,10 @@ class Group:
         self._wire.launches[self._process.rank][-1].to_send = to_send  # type: ignore[attr-defined]
         return work
 
+    all_to_all_single = alltoall_base  # as torch 2.13 calls it
+
     @of_the_system
-    def barrier(self, _options: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         return self._launch("barrier", [], [], lambda _parts: None)
 
 

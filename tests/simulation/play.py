@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules import module as modules
 
-from minidp import world
+from minidp import randomness, world
 
 from .faults import Fault, Kind, Striker, draw
 from .network import Network
@@ -24,6 +25,7 @@ from .tape import Tape
 from .world import SimulatedWorld, TorchsWorld
 
 GROUP_SECONDS = 1800.0  # the timeout of the groups
+_forward_hooks = modules._global_forward_pre_hooks
 
 
 @dataclass
@@ -109,6 +111,8 @@ class Play:
         seams, points: Up to which seam of a rank, and which point of its script,
             something may go wrong.
         fault: What goes wrong, if it is not to be drawn.
+        has_numbers: Whether each rank has random generators of its own. Else all have
+            those of this process, and draw nothing.
     """
 
     def __init__(
@@ -121,11 +125,13 @@ class Play:
         seams: int = 160,
         points: int = 10,
         fault: Fault | None = None,
+        has_numbers: bool = False,
     ) -> None:
         self.scenario, self.tape, self.settings = scenario, tape, settings
         self.scheduler = Scheduler(tape, ranks)
         self.network = Network(self.scheduler, GROUP_SECONDS)
         self.server = Server(self.scheduler)
+        self.scheduler.on_switch = _swap_numbers if has_numbers else None
         self.fault = fault or draw(tape, ranks, seams, points, list(kinds))
         self.striker = Striker(
             self.fault, self.scheduler, self.network, self.server, hosts_store=False
@@ -142,9 +148,10 @@ class Play:
         stores = [Connection(self.server) for _ in scheduler.processes]
         simulated = SimulatedWorld(scheduler, self.network)
         before, c10d._world = c10d._world, torchs  # type: ignore[assignment]
+        hooks = {**_forward_hooks}
         try:
             self.network.start(stores)
-            with _quiet(self), world.replaced(simulated):
+            with _quiet(self), world.replaced(simulated), randomness.kept():
                 for process in scheduler.processes:
                     process.clock_offset = 1000.0 * process.rank
                     if process.rank == self.fault.rank:
@@ -154,6 +161,8 @@ class Play:
                 scheduler.run()
         finally:
             c10d._world = before
+            _forward_hooks.clear()  # of ranks that died
+            _forward_hooks.update(hooks)
             self._clear()
 
     def _main(self, process: Process) -> None:
@@ -193,6 +202,14 @@ class Play:
             for time, rank, thread, text in rows
         )
         return MARK.sub("~", text)  # random, and nothing follows from it
+
+
+def _swap_numbers(before: Process | None, after: Process) -> None:
+    """Let the random generators of this process be those of another rank."""
+    if before is not None:
+        before.numbers = randomness.Numbers()
+    if after.numbers is not None:
+        after.numbers.restore()
 
 
 @contextmanager

@@ -90,6 +90,7 @@ class Process:
     owned: dict[Any, Any] = field(default_factory=dict)
     at_exit: list[Callable[[], object]] = field(default_factory=list)
     torchs: Any = None  # its process groups, as torch knows them
+    numbers: Any = None  # where its random generators are, while others run
     # Called at each seam of this process: faults strike here.
     on_seam: Callable[[Thread, str], None] | None = None
 
@@ -184,12 +185,15 @@ class Scheduler:
         self.time = 1000.0
         self.processes = [Process(rank) for rank in range(ranks)]
         self.threads: list[Thread] = []
+        self._alive: list[Thread] = []  # those that are not over
         self.messages: list[Message] = []
         self.account: list[tuple[float, int, str, str]] = []
         self.num_seams = 0
         self.finding: BaseException | None = None
         self.is_over = False
         self.current: Thread = None  # type: ignore[assignment]
+        # Gets the process whose threads run no longer, and that whose run now.
+        self.on_switch: Callable[[Process | None, Process], None] | None = None
         self._acting: Process | None = None
         self._driver = threading.Lock()
         self._driver.acquire()
@@ -219,6 +223,7 @@ class Scheduler:
     def add(self, thread: Thread) -> None:
         thread.process.threads.append(thread)
         self.threads.append(thread)
+        self._alive.append(thread)
         if self._style is Style.BY_PRIORITY:
             thread.priority = 1.0 + self.tape.choose(1000)
 
@@ -289,6 +294,7 @@ class Scheduler:
 
     def leave(self, thread: Thread) -> None:
         """End a thread, and hand the baton over for good."""
+        self._alive.remove(thread)
         if thread.error is not None and self.finding is None:
             if isinstance(thread.error, Finding):
                 self.finding = thread.error
@@ -377,32 +383,49 @@ class Scheduler:
             chosen = self._choose(me, can_run, arrived)
             if isinstance(chosen, Thread):
                 chosen.waits, chosen.deadline = False, None
+                before = None if self.current is None else self.current.process
+                if self.on_switch is not None and before is not chosen.process:
+                    self.on_switch(before, chosen.process)
                 self.current = chosen
                 return chosen
             self.messages.remove(chosen)
             self._deliver(chosen)
 
     def _possible(self) -> tuple[list[Thread], list[Message], float]:
-        """Return who can run, what can arrive, and when something else can happen."""
-        time, later = self.time, math.inf
-        can_run, arrived = [], []
-        for each in self.threads:
-            if each.is_over or (each.waits and each.deadline is None):
-                continue
-            until = max(each.process.frozen_until, each.slow_until)
-            if each.deadline is not None:
-                until = max(until, each.deadline)
-            if until <= time:
-                can_run.append(each)
-            else:
-                later = min(later, until)
+        """Return who can run, what can arrive, and when something else can happen.
+
+        It is called at each seam, and so it and the next one call nothing themselves.
+        """
+        can_run, first = self._threads_that_can()
+        arrived, later = [], first
         for message in self.messages:
-            until = max(message.time, message.process.frozen_until)
-            if until <= time:
+            until = message.time
+            if message.process.frozen_until > until:
+                until = message.process.frozen_until
+            if until <= self.time:
                 arrived.append(message)
-            else:
-                later = min(later, until)
+            elif until < later:
+                later = until
         return can_run, arrived, later
+
+    def _threads_that_can(self) -> tuple[list[Thread], float]:
+        """Return which threads can run, and when another one can."""
+        can_run, later = [], math.inf
+        for each in self._alive:
+            until = each.deadline
+            if until is None:
+                if each.waits:
+                    continue
+                until = 0.0
+            if each.slow_until > until:
+                until = each.slow_until
+            if each.process.frozen_until > until:
+                until = each.process.frozen_until
+            if until <= self.time:
+                can_run.append(each)
+            elif until < later:
+                later = until
+        return can_run, later
 
     def _choose(
         self, me: Thread | None, can_run: list[Thread], arrived: list[Message]

@@ -55,8 +55,8 @@ class Connection(dist.Store):
 
     @of_the_system
     def set(self, key: str, value: Any) -> None:
-        value = value if isinstance(value, bytes) else bytes(value)
-        self._ask(f"set {_short(key)}", lambda: self._write(key, value))
+        written = _as_bytes(value)
+        self._ask(f"set {_short(key)}", lambda: self._write(key, written))
 
     def _write(self, key: str, value: bytes) -> None:
         self._server.values[key] = value

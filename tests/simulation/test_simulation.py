@@ -16,12 +16,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from minidp import world
 
+from . import own
 from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
 from .scenarios import SCENARIOS, warm_up
+from .scenarios.logical import Logical
+from .scenarios.odd import Odd, train_oddly
 from .scheduler import Deadlock, Finding
 from .tape import Tape
+from .training import Settings
+
+pytestmark = pytest.mark.laws
 
 # How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
 RUNS = {
@@ -29,6 +35,11 @@ RUNS = {
     "faults": 120,
     "reset": 12,
     "join": 30,
+    "hangs": 30,
+    "logical": 30,
+    "logical_reset": 20,
+    "sharded": 30,
+    "sharded_reset": 20,
     "legal": 40,
     "mistake": 40,
     "leave_out": 10,
@@ -90,20 +101,57 @@ def test_nothing_is_left() -> None:
     assert not dist.is_initialized()
 
 
+PLANS: dict[str, Any] = {
+    "train": Settings(),
+    "join": SCENARIOS["join"].draw(Tape(row=())),
+    "logical": Logical(Settings(steps=2), 5),  # each rank has two sums
+    "sharded": SCENARIOS["sharded"].draw(Tape(row=())),
+}
+
+
 @pytest.mark.parametrize("kind", [Kind.DIES, Kind.DIES_SILENTLY, Kind.INTERRUPTED])
-@pytest.mark.parametrize("name", ["train", "join"])
+@pytest.mark.parametrize("name", PLANS)
 def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
-    """At every third seam: of the constructor, of a step, of the end of `join`."""
-    scenario = SCENARIOS[name]
-    plan = scenario.draw(Tape(row=()))
-    for at in itertools.count(0, 3):
+    """At every seam, or every third: of the constructor, of steps, of `join`."""
+    scenario, plan = SCENARIOS[name], PLANS[name]
+    for at in itertools.count(0, 1 if name == "logical" else 3):
         fault = Fault(kind, rank=1, at=at)
-        play = Play(scenario.script, Tape(seed=at), 2, plan, fault=fault)
+        tape = Tape(seed=0)  # the same seams each time
+        play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
         play.run()
         scenario.check(play)
         if not fault.has_struck:
             break
     assert at > 60
+
+
+LATE = [Kind.HEARS_LATE, Kind.IS_SLOW]
+
+
+def num_late_runs(scenario: str, odd: Odd, kind: Kind, stride: int = 1) -> int:
+    """Let rank 0 be late, for 8 s or 25 s, at every so many-th seam; check each run."""
+    for at in itertools.count(0, stride):
+        fault = Fault(kind, rank=0, at=at, seconds=(8.0, 25.0)[at % 2])
+        play = Play(train_oddly, Tape(seed=at), 2 + at % 2, odd, fault=fault)
+        play.run()
+        SCENARIOS[scenario].check(play)
+        if not fault.has_struck:
+            return at
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_to_be_late_is_no_mistake(kind: Kind) -> None:
+    odd = Odd(Settings(steps=4), "by hand", step=1)
+    assert num_late_runs("legal", odd, kind) > 60
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_a_step_that_is_left_out_is_found_though_another_rank_is_late(
+    kind: Kind,
+) -> None:
+    odd = Odd(Settings(steps=6), "skip", step=1, who=1)
+    assert num_late_runs("mistake", odd, kind, stride=3) > 30
 
 
 # ---------------------------------------------- what the simulation itself can find
@@ -157,6 +205,28 @@ def test_a_wait_takes_no_time():
     play.run()
     assert play.scheduler.time > 3600
     assert play.scheduler.num_seams < 10
+
+
+def races(rank: int) -> None:
+    """A script with a race: whether rank 1 takes part depends on who is first."""
+    store = c10d._get_default_store()
+    if rank == 0:
+        store.set("ready", "")
+        dist.all_reduce(torch.ones(2))
+    elif store.check(["ready"]):
+        dist.all_reduce(torch.ones(2))
+    dist.barrier()
+
+
+def test_the_race_of_a_users_function_is_found_and_replayed():
+    seed = own.find(races, range(100))
+    assert seed is not None
+    accounts = set()
+    for _ in range(2):
+        with pytest.raises(Finding, match="is matched with") as caught:
+            own.play(races, seed)
+        accounts.add(caught.value.play.tell())  # type: ignore[attr-defined]
+    assert len(accounts) == 1
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)

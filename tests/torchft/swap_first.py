@@ -1,10 +1,11 @@
 """A plugin of pytest that prepares a process for torchft's own tests.
 
-It replaces torch's DDP before torchft is imported. It also mends a race of those tests: their ranks
-are threads that share one random generator, and each seeds it and builds its model under a lock.
-The batches are drawn without the lock, so a thread that already trains can draw between another's
-seed and its model. The two models then start apart, and a test that skips the first synchronization
-fails, whatever DDP does. Here batches are drawn under the same lock.
+It replaces torch's DDP before torchft is imported. It also mends a race of those tests:
+their ranks are threads that share one random generator, and each seeds it and builds
+its model under a lock. Batches are drawn without the lock, so a thread that already
+trains can draw between another's seed and its model. The two models then start apart,
+and a test that skips the first synchronization fails, whatever DDP does. Here batches
+are drawn under the same lock.
 """
 
 import functools

@@ -1,0 +1,138 @@
+"""One training step of a rank, at which scenarios let it raise."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from minidp import DataParallel, attach
+from tests.simulation import training
+from tests.simulation.faults import UsersError
+from tests.simulation.play import Rank
+from tests.simulation.tape import Tape
+from tests.simulation.training import (
+    LEARNING_RATE,
+    Net,
+    Settings,
+    batch,
+    heads_of,
+    num_items,
+)
+
+
+@dataclass(frozen=True)
+class Raising:
+    """A training in which one rank raises once, and all go on after a `reset`."""
+
+    training: Settings
+    rank: int
+    step: int
+    place: int  # before a forward, before a backward, in a backward, before a step
+
+    def at(self, ctx: Rank, step: int, place: int) -> None:
+        """Raise if this is the place; once."""
+        if is_raising(ctx, step, place):
+            raise UsersError("the user's own")
+
+
+def draw_raising(tape: Tape) -> Raising:
+    """Draw a training, and where a rank raises in it."""
+    settings = training.draw(tape)
+    step = tape.choose(settings.steps - 1)
+    return Raising(settings, tape.choose(2), step, tape.choose(4))
+
+
+HOOKS = {
+    "torchs": default_hooks.allreduce_hook,
+    "torchs in 16 bits": default_hooks.fp16_compress_hook,
+}
+
+
+def wrapped(ctx: Rank, settings: Settings) -> tuple[DataParallel, Any]:
+    """Return a net that is wrapped or attached, and its optimizer.
+
+    Of a net that is attached it is the hidden wrapper, for what scenarios ask of it.
+    """
+    net = Net(ctx.rank)
+    if settings.is_attached:
+        model = attach(net, **settings.constructor).data_parallel
+    else:
+        model = DataParallel(net, **settings.constructor)
+    if settings.hook is not None:
+        model.register_comm_hook(None, HOOKS.get(settings.hook, users_hook))
+    return model, torch.optim.SGD(net.parameters(), LEARNING_RATE)
+
+
+def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Average in a callback of the all-reduce."""
+    buffer = bucket.buffer()
+    group = bucket.process_group()
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+    size = group.size()
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda done: done.value()[0].div_(size)
+    )
+    return future
+
+
+def is_raising(ctx: Rank, step: int, place: int) -> bool:
+    """Return whether a `Raising` wants an error here; once."""
+    wanted = ctx.settings
+    if not isinstance(wanted, Raising) or ctx.board.get("raised"):
+        return False
+    if (wanted.rank, wanted.step, wanted.place) != (ctx.rank, step, place):
+        return False
+    ctx.board["raised"] = True
+    return True
+
+
+def act_at(ctx: Rank, step: int, place: int) -> None:
+    """Do what the settings want to be done at this place of the script."""
+    at = getattr(ctx.settings, "at", None)
+    if at is not None:
+        at(ctx, step, place)
+
+
+def _raise(_grad: object) -> None:
+    raise UsersError("the user's own, in a backward")
+
+
+def train_step(
+    ctx: Rank, model: DataParallel, optimizer: Any, settings: Settings, step: int
+) -> None:
+    """Make one step, and keep its averages."""
+    with ctx.step(step) as outcome:
+        optimizer.zero_grad()
+        for part in range(settings.local + 1):
+            is_local = part < settings.local
+            with model.no_sync() if is_local else nullcontext():
+                ctx.point("before a forward")
+                act_at(ctx, step, 0)
+                called = model.module if settings.is_attached else model
+                heads = heads_of(settings, ctx.rank, step)
+                loss = called(batch(ctx.rank, step, part), heads)
+                if settings.items and not is_local:
+                    model.count_items(num_items(ctx.rank, step))
+                elif settings.items:
+                    model.count_items(0)
+                ctx.point("before a backward")
+                act_at(ctx, step, 1)
+                hook = None
+                if is_raising(ctx, step, 2):
+                    hook = loss.register_hook(_raise)
+                loss.backward()
+                del hook
+        outcome.grads = {
+            name: param.grad.clone()
+            for name, param in model.module.named_parameters()
+            if param.grad is not None
+        }
+        ctx.point("before a step")
+        act_at(ctx, step, 3)
+        optimizer.step()
