@@ -75,6 +75,18 @@ def test_nothing_is_found(name: str) -> None:
         assert struck > RUNS[name] / 4
 
 
+def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None:
+    """Rank 0 ends the loop, and the broadcast of module buffers that follows fails."""
+    plan = Logical(Settings(), 2, rank=1, step=0, place="after a turn")
+    scenario = SCENARIOS["logical_reset"]
+    for seed in range(20):
+        fault = Fault(Kind.NOTHING, rank=0, at=0)
+        tape = Tape(seed)
+        play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
+        play.run()
+        scenario.check(play)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=200))
 def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
