@@ -184,12 +184,12 @@ class SharedMemory {
   std::vector<uint32_t> pieces_;  // per bucket
   std::vector<uint32_t> rounds_;  // per bucket, of this rank
   std::vector<uint32_t> summed_;  // per bucket with shares: the last round whose share is summed
-  std::vector<uint32_t> given_;   // per bucket with shares: how often this rank has given
+  std::vector<uint32_t> given_;  // per bucket with shares: how often this rank has given
   uint64_t token_ = 0;
   int64_t nbytes_ = 0;
   int spins_ = 0;
   std::vector<std::unique_ptr<Mapping>> mappings_;  // per rank
-  std::vector<std::vector<void*>> addresses_;       // per bucket and rank
+  std::vector<std::vector<void*>> addresses_;  // per bucket and rank
 };
 
 }  // namespace minidp
