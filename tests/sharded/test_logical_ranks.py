@@ -180,8 +180,7 @@ def test_a_grad_scaler_skips_on_all_ranks(pool):
         assert same([expected] * size, pool.run(scaled, size, True))
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("number", [4, 7])
+@pytest.mark.parametrize(("number", "overlaps"), [(4, True), (7, False)])
 @on_ranks(2, 3, 4)
 def test_messages_in_pieces_have_the_same_bits(ctx, number, overlaps):
     how = {"given": {"overlap_param_gather": overlaps}}
