@@ -298,8 +298,18 @@ class Quorum:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This replica's rank in the manager's process group, and the size of that."""
-        return self.position(), int(self.manager._pg.size())
+        """This replica's rank in the manager's process group, and the size of that.
+
+        A group that could not be connected, because a replica has died meanwhile, has
+        no size. Then the step has failed, and the quorum says how large it would be.
+        """
+        mine = self.position()
+        try:
+            return mine, int(self.manager._pg.size())
+        except Exception:  # whatever the process group raises
+            if not self.has_failed:
+                raise
+            return mine, max(len(self.members()), mine + 1)
 
     @property
     def step_now(self) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 pytest.importorskip("torchft", reason="bash tests/run.sh torchft")
 
-from torchft import Optimizer
+from torchft import Optimizer, process_group
 from torchft._torchft import LighthouseServer
 
 import minidp.torchft
@@ -186,6 +186,34 @@ def test_a_step_that_is_not_committed_is_repeated_with_the_same_bits(lighthouse)
         assert manager.current_step() == 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert net[0].num_batches_tracked == 1
+    manager.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("logical", [{}, {"logical_ranks": 2}], ids=["plain", "tree"])
+def test_a_group_that_cannot_be_connected_costs_no_step(
+    lighthouse, monkeypatch, logical
+):
+    """The host of its store has died meanwhile, so the next quorum gets a new group."""
+    failures = [RuntimeError("no store")]
+    connect = process_group.create_store_client
+
+    def connect_later(*arguments, **options):
+        if failures:
+            raise failures.pop()
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(process_group, "create_store_client", connect_later)
+    manager, net = manager_for(lighthouse), Small()
+    model = minidp.torchft.DataParallel(manager, net, **logical)
+    optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.5))
+    before = net.weight.detach().clone()
+    while manager.current_step() < 1:
+        optimizer.zero_grad()
+        for _ in model.each_logical_rank() if logical else range(1):
+            model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert failures == []
+    assert torch.equal(net.weight, before - 0.5 * 3)
     manager.shutdown(wait=False)
 
 
