@@ -342,6 +342,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         broadcasts = self.will_sync_module_buffers()
         if self._logical is not None:
             broadcasts = False  # the loop does it, so that anybody may evaluate alone
+            # In the turn that reduces, because no rank waits for others in an earlier
+            # one: of two models a rank may reduce one that is not done elsewhere.
+            rebuilds = rebuilds and self.require_backward_grad_sync
             rebuilds = rebuilds and not self._logical.has_reduced  # see `begins`
         reduces = with_grad and self.require_backward_grad_sync
         joins = self._join_config.enable

@@ -244,9 +244,9 @@ def test_an_attached_model(pool):
         assert same([expected] * size, pool.run(attached, size, True))
 
 
-def two_models(ctx, divides):
+def two_models(ctx, number, divides):
     (a, (first,)), (b, (second,)) = (
-        made(ctx, 6, name, divides=divides) for name in ("sgd", "adamw")
+        made(ctx, number, name, divides=divides) for name in ("sgd", "adamw")
     )
     for step in range(STEPS):
         loops = a.each_logical_rank(), b.each_logical_rank()
@@ -260,10 +260,13 @@ def two_models(ctx, divides):
     return [p.detach().clone() for model in (a, b) for p in model.parameters()]
 
 
-def test_two_models_take_turns(pool):
-    (expected,) = pool.run(two_models, 1, False)
+@pytest.mark.parametrize("number", [5, 6])  # unequally many turns, or equally many
+def test_two_models_take_turns(pool, number):
+    (expected,) = pool.run(two_models, 1, number, False)
     for size in (2, 3):
-        assert same([expected] * size, pool.run(two_models, size, True))
+        for divides in (False, True):
+            found = pool.run(two_models, size, number, divides)
+            assert same([expected] * size, found)
 
 
 class Lags(Observer):
