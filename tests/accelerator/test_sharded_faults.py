@@ -154,6 +154,7 @@ def test_a_rank_dies(fresh, when):
     first, second = fresh.run(die, 2, when, errors="return")
     assert second.exit_code == -signal.SIGKILL
     assert "ank 1 does not answer (killed, stopped" in str(first), first
-    if when == "backward":
-        assert "the agreement on a step" in str(first), first
+    if when == "backward":  # whichever comes to know of it first
+        heard = "the agreement on a step", "the all-reduce of bucket 0"
+        assert any(text in str(first) for text in heard), first
     assert "may hold an incomplete average" in str(first), first
