@@ -208,25 +208,32 @@ def test_a_model_without_a_wrapper(ctx):
     return found
 
 
+def averaged_over_items(ctx, way, **options):
+    """Train on unequal counts; steps "plain", "divided" or "in_backward"."""
+    torch.manual_seed(3)
+    options = {"average_over": "items", "process_group": ctx.group, **options}
+    ddp = DataParallel(Net(), **options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
+    if way != "plain":
+        ddp.sharded_step(optimizer)
+    if way == "in_backward":
+        ddp.step_in_backward(optimizer)
+    for step in range(4):
+        loss = ddp(batch(ctx, step)).square().mean()
+        ddp.weigh_loss(loss, 1 + 2 * ctx.rank).backward()
+        if way != "in_backward":
+            optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
 @pytest.mark.parametrize("view", [False, True])
 @on_ranks(2)
 def test_averages_over_items(ctx, view):
-    """Unequal counts; the same bits as minidp's plain loop."""
-    found = []
-    for divides in (False, True):
-        torch.manual_seed(3)
-        options = {"average_over": "items", "gradient_as_bucket_view": view}
-        ddp = DataParallel(Net(), process_group=ctx.group, **options)
-        optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
-        if divides:
-            ddp.sharded_step(optimizer)
-        for step in range(4):
-            loss = ddp(batch(ctx, step)).square().mean()
-            ddp.weigh_loss(loss, 1 + 2 * ctx.rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([p.detach().clone() for p in ddp.parameters()])
-    assert same(*found)
+    """The same bits as minidp's plain loop."""
+    options = {"gradient_as_bucket_view": view}
+    found = averaged_over_items(ctx, "divided", **options)
+    assert same(found, averaged_over_items(ctx, "plain", **options))
     return found
 
 

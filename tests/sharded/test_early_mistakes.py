@@ -25,7 +25,15 @@ from tests.support.fresh import run_fresh
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
 
-from .test_mistakes import Around, Unknown, backward, by_hand, params_of, says
+from .test_mistakes import (
+    Around,
+    Unknown,
+    backward,
+    by_hand,
+    params_of,
+    says,
+    two_optimizers,
+)
 
 
 def made(ctx, make=lambda ps: torch.optim.Adam(ps, 0.01), clip=None, **options):
@@ -275,16 +283,6 @@ def test_a_parameter_that_nobody_averages(ctx):
         else:
             with pytest.raises(ShardedStepError, match="whose norm each rank would"):
                 backward(ctx, ddp)
-
-
-def two_optimizers(ctx):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-    ddp = DataParallel(net, process_group=ctx.group, hang_timeout=10.0)
-    ps = list(net.parameters())
-    both = torch.optim.SGD(ps[:2], 0.1), torch.optim.SGD(ps[2:], 0.1)
-    ddp.sharded_step(*both)
-    return ddp, both
 
 
 @on_ranks(2)

@@ -21,7 +21,15 @@ from tests.support.both import same
 from tests.support.ranks import on_ranks
 
 from .test_awaited import awaited, forget_compilations
-from .test_bits import CASES, OPTIMIZERS, STEPS, Net, batch, train
+from .test_bits import (
+    CASES,
+    OPTIMIZERS,
+    STEPS,
+    Net,
+    averaged_over_items,
+    batch,
+    train,
+)
 
 EARLY = [each for each in CASES if "clip" not in each[2]]
 
@@ -211,22 +219,8 @@ def test_an_attached_model(ctx, overlaps):
 
 @on_ranks(2)
 def test_averages_over_items(ctx):
-    found = []
-    for early in (False, True):
-        torch.manual_seed(3)
-        ddp = DataParallel(Net(), process_group=ctx.group, average_over="items")
-        optimizer = torch.optim.AdamW(ddp.parameters(), 0.01)
-        if early:
-            ddp.sharded_step(optimizer)
-            ddp.step_in_backward(optimizer)
-        for step in range(4):
-            loss = ddp(batch(ctx, step)).square().mean()
-            ddp.weigh_loss(loss, 1 + 2 * ctx.rank).backward()
-            if not early:
-                optimizer.step()
-            optimizer.zero_grad()
-        found.append([p.detach().clone() for p in ddp.parameters()])
-    assert same(*found)
+    found = averaged_over_items(ctx, "in_backward")
+    assert same(found, averaged_over_items(ctx, "plain"))
     return found
 
 

@@ -12,7 +12,13 @@ from torch import nn
 from minidp import DataParallel
 from minidp.errors import ShardedStepError
 from tests.sharded.test_checkpoints import everybody
-from tests.sharded.test_distributed_checkpoints import folder_of, load, save, state_of
+from tests.sharded.test_distributed_checkpoints import (
+    folder_of,
+    load,
+    save,
+    state_of,
+    train,
+)
 from tests.support.both import same
 from tests.support.ranks import on_ranks
 
@@ -58,16 +64,6 @@ def made(ctx, name, *, group=None, divides=True, states=None, first=False, **mor
     if states is not None and not first:
         optimizer.load_state_dict(copy.deepcopy(states[1]))
     return ddp, optimizer
-
-
-def train(ddp, optimizer, numbers):
-    """Train on the same batches on all ranks, so that their number plays no role."""
-    for number in numbers:
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
-        ddp(x, number).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach().clone() for param in ddp.parameters()]
 
 
 @pytest.mark.parametrize("first", [False, True])

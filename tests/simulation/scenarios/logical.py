@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import minidp
-from minidp import DataParallel, MiniDPError
+from minidp import DataParallel
 from tests.simulation import training
 from tests.simulation.checks import (
     check_errors,
@@ -30,6 +30,8 @@ from tests.simulation.training import (
     heads_of,
     num_items,
 )
+
+from .steps import train_with_resets
 
 SEED = 100  # of rank 0, which is that of all
 Grads = dict[str, torch.Tensor]
@@ -108,21 +110,12 @@ def train_by_logical_ranks(ctx: Rank) -> None:
 def train_by_logical_ranks_and_reset(ctx: Rank) -> None:
     """Train; a rank raises; all reset, with the state of rank 0, and go on."""
     model, optimizer = _wrapped(ctx)
-    step = resets = 0
-    while step < ctx.settings.training.steps:
-        try:
-            _step(ctx, model, optimizer, step, step)
-            step += 1
-        except (UsersError, MiniDPError):
-            if resets == 2:
-                raise
-            resets += 1
-            ctx.board["step", ctx.rank, resets] = step
-            with ctx.step(step) as outcome:
-                outcome.num_waits = 6
-                model.reset(copy_from=0)
-            step = ctx.board["step", 0, resets]
-            optimizer.zero_grad()
+
+    def make(step: int) -> None:
+        _step(ctx, model, optimizer, step, step)
+
+    steps = ctx.settings.training.steps
+    train_with_resets(ctx, model, optimizer, steps, make, num_waits=6)
 
 
 def _step(

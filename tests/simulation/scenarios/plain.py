@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from minidp import MiniDPError
 from tests.simulation import training
 from tests.simulation.checks import (
     check_all,
@@ -14,13 +14,12 @@ from tests.simulation.checks import (
     check_gradients,
     is_harmless,
 )
-from tests.simulation.faults import UsersError
 from tests.simulation.play import Play, Rank
 from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings, batch, heads_of
 
-from .steps import train_step, wrapped
+from .steps import train_step, train_with_resets, wrapped
 
 
 def train(ctx: Rank) -> None:
@@ -40,21 +39,8 @@ def train_and_reset(ctx: Rank) -> None:
     settings: Settings = ctx.settings.training
     with ctx.step(-1):
         model, optimizer = wrapped(ctx, settings)
-    step, resets = 0, 0
-    while step < settings.steps:
-        try:
-            train_step(ctx, model, optimizer, settings, step)
-            step += 1
-        except (UsersError, MiniDPError):
-            if resets == 2:
-                raise
-            resets += 1
-            ctx.board["step", ctx.rank, resets] = step
-            with ctx.step(step) as outcome:
-                outcome.num_waits = 4
-                model.reset(copy_from=0)
-            step = ctx.board["step", 0, resets]
-            optimizer.zero_grad()
+    make = partial(train_step, ctx, model, optimizer, settings)
+    train_with_resets(ctx, model, optimizer, settings.steps, make, num_waits=4)
 
 
 def check_reset(play: Play) -> None:

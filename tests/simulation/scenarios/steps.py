@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from minidp import DataParallel, attach
+from minidp.errors import MiniDPError
 from tests.simulation import training
 from tests.simulation.faults import UsersError
 from tests.simulation.play import Rank
@@ -136,3 +138,32 @@ def train_step(
         ctx.point("before a step")
         act_at(ctx, step, 3)
         optimizer.step()
+
+
+def train_with_resets(
+    ctx: Rank,
+    model: DataParallel,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    train: Callable[[int], None],
+    num_waits: int,
+) -> None:
+    """Train; where a rank raises, all reset, with the state of rank 0, and go on.
+
+    ``train`` makes the step of a number. A reset waits ``num_waits`` times at most.
+    """
+    step = resets = 0
+    while step < num_steps:
+        try:
+            train(step)
+            step += 1
+        except (UsersError, MiniDPError):
+            if resets == 2:
+                raise
+            resets += 1
+            ctx.board["step", ctx.rank, resets] = step
+            with ctx.step(step) as outcome:
+                outcome.num_waits = num_waits
+                model.reset(copy_from=0)
+            step = ctx.board["step", 0, resets]
+            optimizer.zero_grad()
