@@ -104,8 +104,11 @@ class RankError(Exception):
         return name in self.kinds
 
     def __str__(self) -> str:
-        own = f"[rank {self.rank}] {self.kind}: {self.message}\n{self.traceback}"
-        return "\n".join([own, *map(str, self.others)])
+        head = f"[rank {self.rank}] {self.kind}: {self.message}"
+        texts = [head, self.traceback, *map(str, self.others)]
+        if self.kind in ("Exited", "Hang"):  # stacks are long, and logs are cut
+            texts.append(f"(That was: {head})")
+        return "\n".join(texts)
 
     def __repr__(self) -> str:
         return f"RankError(rank={self.rank}, {self.kind}: {self.message!r})"
