@@ -23,6 +23,7 @@ from .play import Play, Rank
 from .scenarios import SCENARIOS, warm_up
 from .scenarios.logical import Logical
 from .scenarios.odd import Odd, train_oddly
+from .scenarios.sharded import LogicalSharded
 from .scheduler import Deadlock, Finding
 from .tape import Tape
 from .training import Settings
@@ -40,6 +41,8 @@ RUNS = {
     "logical_reset": 20,
     "sharded": 30,
     "sharded_reset": 20,
+    "logical_sharded": 20,
+    "logical_sharded_reset": 12,
     "legal": 40,
     "mistake": 40,
     "leave_out": 10,
@@ -118,15 +121,16 @@ PLANS: dict[str, Any] = {
     "join": SCENARIOS["join"].draw(Tape(row=())),
     "logical": Logical(Settings(steps=2), 5),  # each rank has two sums
     "sharded": SCENARIOS["sharded"].draw(Tape(row=())),
+    "logical_sharded": LogicalSharded(Settings(steps=2), "adamw", True, False, True, 5),
 }
 
 
 @pytest.mark.parametrize("kind", [Kind.DIES, Kind.DIES_SILENTLY, Kind.INTERRUPTED])
 @pytest.mark.parametrize("name", PLANS)
 def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
-    """At every seam, or every third: of the constructor, of steps, of `join`."""
+    """At every seam, or some of them: of the constructor, of steps, of `join`."""
     scenario, plan = SCENARIOS[name], PLANS[name]
-    for at in itertools.count(0, 1 if name == "logical" else 3):
+    for at in itertools.count(0, {"logical": 1, "logical_sharded": 6}.get(name, 3)):
         fault = Fault(kind, rank=1, at=at)
         tape = Tape(seed=0)  # the same seams each time
         play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)

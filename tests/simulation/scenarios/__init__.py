@@ -2,7 +2,8 @@
 
 `scenario` says what a scenario is, and `steps` what a rank does in a step. Then each
 file has a subject: `plain` (train, reset, join), `odd` (something unusual in one step),
-`hangs` (who is named), `logical` (logical ranks), `sharded` (divided steps).
+`hangs` (who is named), `logical` (logical ranks), `sharded` (divided steps, also by
+logical ranks).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from .scenario import Scenario
 from .sharded import (
     check_sharded,
     check_sharded_reset,
+    draw_logical_sharded,
+    draw_raising_logical_sharded,
     draw_raising_sharded,
     draw_sharded,
     train_sharded,
@@ -85,6 +88,20 @@ SCENARIOS: dict[str, Scenario] = {
         draw_raising_sharded,
         check_sharded_reset,
         kinds=_FAULTS,
+    ),
+    "logical_sharded": Scenario(
+        train_sharded,
+        draw_logical_sharded,
+        check_sharded,
+        kinds=_FAULTS,
+        has_numbers=True,
+    ),
+    "logical_sharded_reset": Scenario(
+        train_sharded_and_reset,
+        draw_raising_logical_sharded,
+        check_sharded_reset,
+        kinds=_FAULTS,
+        has_numbers=True,
     ),
     "hangs": Scenario(train_two, draw_busy, check_reports, kinds=_FAULTS),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),

@@ -18,7 +18,6 @@ from tests.simulation.checks import (
     check_story,
     is_harmless,
 )
-from tests.simulation.faults import UsersError
 from tests.simulation.play import Play, Rank
 from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
@@ -31,45 +30,32 @@ from tests.simulation.training import (
     num_items,
 )
 
-from .steps import train_with_resets
+from .steps import Raises, mark, train_with_resets
 
 SEED = 100  # of rank 0, which is that of all
 Grads = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Logical:
+class Logical(Raises):
     """A training by logical ranks.
 
     Attributes:
         training: The training.
         number: How many logical ranks there are.
-        rank, step, place: Where a rank raises once, before all call `reset`; if
-            anywhere.
     """
 
     training: Settings
     number: int
-    rank: int = 0
-    step: int = -1
-    place: str = ""
-
-    def at(self, ctx: Rank, step: int, place: str) -> None:
-        """Mark this place of the script, and raise if it is the one; once."""
-        ctx.point(place)
-        wanted = self.rank, self.step, self.place
-        if wanted == (ctx.rank, step, place) and not ctx.board.get("raised"):
-            ctx.board["raised"] = True
-            raise UsersError("the user's own")
 
 
-def draw_logical(tape: Tape) -> Logical:
+def draw_logical(tape: Tape, *, may_audit: bool = True) -> Logical:
     """Draw a training, and how many logical ranks it has."""
     settings = training.draw(tape)
     if settings.hook is not None or settings.mode == "static":
         settings = replace(settings, hook=None, mode="all")
     options = [pair for pair in settings.options if pair[0] != "forward_sync_buffers"]
-    if tape.choose(3) == 2:
+    if may_audit and tape.choose(3) == 2:
         options.append(("audit_every", 1 + tape.choose(2)))
     settings = replace(settings, options=tuple(options))
     return Logical(settings, (4, 3, 5, 7, 8)[tape.choose(5)])
@@ -131,27 +117,27 @@ def _step(
         optimizer.zero_grad()
         # An audited step waits for the exchange, and for what is computed again.
         outcome.num_waits = 2
-        for leaf in model.each_logical_rank(told):
-            _train(ctx, model, settings, leaf, step)
+        loop(ctx, model, settings, step, told)
         outcome.grads = _result(model.module)
-        ctx.settings.at(ctx, step, "before a step")
+        mark(ctx, step, "before a step")
         optimizer.step()
 
 
-def _train(
-    ctx: Rank, model: DataParallel, settings: Settings, leaf: int, step: int
+def loop(
+    ctx: Rank, model: DataParallel, settings: Settings, step: int, told: int | None
 ) -> None:
-    at = ctx.settings.at
-    for part in range(settings.local + 1):
-        is_local = part < settings.local
-        with model.no_sync() if is_local else nullcontext():
-            at(ctx, step, "before a forward")
-            if settings.items:
-                model.count_items(0 if is_local else num_items(leaf, step))
-            loss = _loss(model, settings, leaf, step, part)
-            at(ctx, step, "before a backward")
-            loss.backward()
-    at(ctx, step, "after a turn")
+    """Go through the logical ranks of a step, each with its backwards."""
+    for leaf in model.each_logical_rank(told):
+        for part in range(settings.local + 1):
+            is_local = part < settings.local
+            with model.no_sync() if is_local else nullcontext():
+                mark(ctx, step, "before a forward")
+                if settings.items:
+                    model.count_items(0 if is_local else num_items(leaf, step))
+                loss = _loss(model, settings, leaf, step, part)
+                mark(ctx, step, "before a backward")
+                loss.backward()
+        mark(ctx, step, "after a turn")
 
 
 def _loss(
@@ -176,29 +162,32 @@ def _result(net: Any) -> Grads:
 @functools.cache
 def expected(logical: Logical) -> list[Grads]:
     """Return what each step ends with, computed on no ranks at all."""
-    settings, net = logical.training, Net(0)
+    net = Net(0)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
-    names = [name for name, _ in net.named_parameters()]
     steps = []
-    for step in range(settings.steps):
-        leaves, before = [], net.seen.clone()
-        for leaf in range(logical.number):
-            net.zero_grad()
-            net.seen.copy_(before)
-            with minidp.seeded(SEED, step, leaf):
-                for part in range(settings.local + 1):
-                    _loss(net, settings, leaf, step, part).backward()
-            leaves.append(_result(net))
-        net.seen.copy_(leaves[0]["the buffer"])
-        counts = [num_items(leaf, step) for leaf in range(logical.number)]
-        divisor = sum(counts) if settings.items else logical.number
-        for name in names:
-            total = sum_of_tree([leaf.get(name) for leaf in leaves])
-            param = net.get_parameter(name)
-            param.grad = None if total is None else total * (1 / divisor)
+    for step in range(logical.training.steps):
+        average(net, logical.training, logical.number, step)
         steps.append(_result(net))
         optimizer.step()
     return steps
+
+
+def average(net: Net, settings: Settings, number: int, step: int) -> None:
+    """Let ``.grad`` be the means over so many logical ranks, without minidp."""
+    leaves, before = [], net.seen.clone()
+    for leaf in range(number):
+        net.zero_grad()
+        net.seen.copy_(before)
+        with minidp.seeded(SEED, step, leaf):
+            for part in range(settings.local + 1):
+                _loss(net, settings, leaf, step, part).backward()
+        leaves.append(_result(net))
+    net.seen.copy_(leaves[0]["the buffer"])
+    counts = [num_items(leaf, step) for leaf in range(number)]
+    divisor = sum(counts) if settings.items else number
+    for name, param in net.named_parameters():
+        total = sum_of_tree([leaf.get(name) for leaf in leaves])
+        param.grad = None if total is None else total * (1 / divisor)
 
 
 def sum_of_tree(leaves: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -24,6 +24,9 @@ from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
 from tests.simulation.training import Net, Settings, batch, differ, heads_of
 
+from . import logical
+from .steps import Raises, is_raising, mark
+
 Values = dict[str, torch.Tensor]
 PLACES = (
     "before a forward",
@@ -36,8 +39,8 @@ PLACES = (
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A training whose steps are divided.
+class Sharded(Raises):
+    """A training whose steps are divided. A rank may also leave out one.
 
     Attributes:
         training: The training.
@@ -45,8 +48,6 @@ class Sharded:
         overlaps: Whether new values come while the next forward runs.
         reads: Whether the script reads all parameters after each step.
         clips: Whether gradients are clipped.
-        rank, step, place: Where a rank raises once, before all call `reset`, or leaves
-            out a step; if anywhere.
     """
 
     training: Settings
@@ -54,22 +55,97 @@ class Sharded:
     overlaps: bool
     reads: bool
     clips: bool
-    rank: int = 0
-    step: int = -1
-    place: str = ""
+
+    @property
+    def constructor(self) -> dict[str, Any]:
+        """The arguments of the wrapper's constructor."""
+        return self.training.constructor
+
+    def compute(self, ctx: Rank, model: DataParallel, step: int) -> None:
+        """Run the forwards and backwards of a step."""
+        settings = self.training
+        for part in range(settings.local + 1):
+            is_local = part < settings.local
+            with model.no_sync() if is_local else nullcontext():
+                mark(ctx, step, "before a forward")
+                heads = heads_of(settings, ctx.rank, step)
+                loss = model(batch(ctx.rank, step, part), heads)
+                mark(ctx, step, "before a backward")
+                loss.backward()
+
+    def average(self, net: Net, step: int, ranks: int) -> None:
+        """Let ``.grad`` be the averages of a step, computed without minidp."""
+        sums: Values = {}
+        for rank in range(ranks):
+            net.zero_grad()
+            for part in range(self.training.local + 1):
+                heads = heads_of(self.training, rank, step)
+                net(batch(rank, step, part), heads).backward()
+            for name, param in net.named_parameters():
+                if param.grad is not None:
+                    mine = param.grad * (1 / ranks)
+                    sums[name] = sums[name] + mine if name in sums else mine
+        for name, param in net.named_parameters():
+            param.grad = sums.get(name)
+
+    def is_exact(self, ranks: int) -> bool:
+        """Return whether each way to divide by so many ranks has the same bits."""
+        return ranks == 2
+
+
+@dataclass(frozen=True)
+class LogicalSharded(Sharded):
+    """A training by logical ranks, whose steps are divided.
+
+    Attributes:
+        number: How many logical ranks there are.
+    """
+
+    number: int
+
+    @property
+    def constructor(self) -> dict[str, Any]:
+        return self.training.constructor | {"logical_ranks": self.number}
+
+    def compute(self, ctx: Rank, model: DataParallel, step: int) -> None:
+        logical.loop(ctx, model, self.training, step, step)
+
+    def average(self, net: Net, step: int, _ranks: int) -> None:
+        logical.average(net, self.training, self.number, step)
+
+    def is_exact(self, _ranks: int) -> bool:
+        return True
 
 
 def draw_sharded(tape: Tape) -> Sharded:
     """Draw a training, and how its steps are divided."""
     settings = replace(training.draw(tape), hook=None, items=False)
+    return Sharded(settings, *_draw_how(tape))
+
+
+def draw_logical_sharded(tape: Tape) -> Sharded:
+    """Draw a training by logical ranks, and how its steps are divided."""
+    drawn = logical.draw_logical(tape, may_audit=False)
+    return LogicalSharded(drawn.training, *_draw_how(tape), drawn.number)
+
+
+def _draw_how(tape: Tape) -> tuple[str, bool, bool, bool]:
     optimizer = ("sgd", "adamw")[tape.choose(2)]
     overlaps, reads, clips = (tape.choose(2) == 1 for _ in range(3))
-    return Sharded(settings, optimizer, overlaps, reads, clips)
+    return optimizer, overlaps, reads, clips
 
 
 def draw_raising_sharded(tape: Tape) -> Sharded:
     """Draw a training, and where a rank raises in it."""
-    drawn = draw_sharded(tape)
+    return _raising(tape, draw_sharded(tape))
+
+
+def draw_raising_logical_sharded(tape: Tape) -> Sharded:
+    """Draw a training by logical ranks, and where a rank raises in it."""
+    return _raising(tape, draw_logical_sharded(tape))
+
+
+def _raising(tape: Tape, drawn: Sharded) -> Sharded:
     step = tape.choose(drawn.training.steps - 1)  # others hear of it in a later one
     place = PLACES[tape.choose(len(PLACES))]
     return replace(drawn, rank=tape.choose(2), step=step, place=place)
@@ -105,10 +181,11 @@ def _optimizer(settings: Sharded, net: Net) -> Any:
 
 def _wrapped(ctx: Rank) -> tuple[DataParallel, Any]:
     settings: Sharded = ctx.settings
+    torch.manual_seed(logical.SEED + ctx.rank)
     net = Net(ctx.rank)
     with ctx.step(-1) as outcome:
         outcome.num_waits = 2
-        model = DataParallel(net, **settings.training.constructor)
+        model = DataParallel(net, **settings.constructor)
         optimizer = _optimizer(settings, net)
         model.sharded_step(
             optimizer, per_parameter=True, overlap_param_gather=settings.overlaps
@@ -144,47 +221,24 @@ def _step(
     script or the next forward has read them.
     """
     settings: Sharded = ctx.settings
-    common = settings.training
     with ctx.step(step) as outcome:
         outcome.num_waits = 3  # a reduction, an agreement, the values
         optimizer.zero_grad()
-        for part in range(common.local + 1):
-            is_local = part < common.local
-            with model.no_sync() if is_local else nullcontext():
-                _point(ctx, step, "before a forward")
-                heads = heads_of(common, ctx.rank, step)
-                loss = model(batch(ctx.rank, step, part), heads)
-                _point(ctx, step, "before a backward")
-                loss.backward()
-        if last is not None and common.mode != "unused":
+        settings.compute(ctx, model, step)
+        if last is not None and settings.training.mode != "unused":
             last.grads = _values(model)
-        _point(ctx, step, "after a backward")
+        mark(ctx, step, "after a backward")
         if settings.clips:
             model.clip_grad_norm_(0.5)
         ctx.point("before a step")
-        if _is_raising(ctx, step, SKIPS):
+        if is_raising(ctx, step, SKIPS):
             return outcome
-        optimizer.raises = _is_raising(ctx, step, "in a step")
+        optimizer.raises = is_raising(ctx, step, "in a step")
         optimizer.step()
-        _point(ctx, step, "after a step")
+        mark(ctx, step, "after a step")
         if settings.reads:
             outcome.grads = _values(model)
     return outcome
-
-
-def _is_raising(ctx: Rank, step: int, place: str) -> bool:
-    settings: Sharded = ctx.settings
-    wanted = settings.rank, settings.step, settings.place
-    if wanted != (ctx.rank, step, place) or ctx.board.get("raised"):
-        return False
-    ctx.board["raised"] = True
-    return True
-
-
-def _point(ctx: Rank, step: int, place: str) -> None:
-    ctx.point(place)
-    if _is_raising(ctx, step, place):
-        raise UsersError("the user's own")
 
 
 def _values(model: DataParallel) -> Values:
@@ -195,21 +249,11 @@ def _values(model: DataParallel) -> Values:
 @functools.cache
 def expected(settings: Sharded, ranks: int) -> list[Values]:
     """Return the parameters after each step, computed without minidp."""
-    net, common = Net(0), settings.training
+    net = Net(0)
     optimizer = _optimizer(settings, net)
     steps = []
-    for step in range(common.steps):
-        sums: Values = {}
-        for rank in range(ranks):
-            net.zero_grad()
-            for part in range(common.local + 1):
-                net(batch(rank, step, part), heads_of(common, rank, step)).backward()
-            for name, param in net.named_parameters():
-                if param.grad is not None:
-                    mine = param.grad * (1 / ranks)
-                    sums[name] = sums[name] + mine if name in sums else mine
-        for name, param in net.named_parameters():
-            param.grad = sums.get(name)
+    for step in range(settings.training.steps):
+        settings.average(net, step, ranks)
         if settings.clips:
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
@@ -221,13 +265,9 @@ def expected(settings: Sharded, ranks: int) -> list[Values]:
 def check_sharded(play: Play) -> None:
     """Let parameters be those of a plain loop, bit for bit."""
     ranks = len(play.scheduler.processes)
-    check_results(play, expected(play.settings, ranks), is_exact=_is_exact(ranks))
+    is_exact = play.settings.is_exact(ranks)
+    check_results(play, expected(play.settings, ranks), is_exact=is_exact)
     check_story(play)
-
-
-def _is_exact(ranks: int) -> bool:
-    """Return whether each way to divide by so many has the same bits."""
-    return ranks == 2
 
 
 def train_sharded_and_reset(ctx: Rank) -> None:
@@ -278,7 +318,7 @@ def check_sharded_reset(play: Play) -> None:
     """Let all have the same parameters after `reset`: of one step, or warn."""
     ranks = len(play.scheduler.processes)
     right = expected(play.settings, ranks)
-    check_results(play, right, is_exact=_is_exact(ranks))
+    check_results(play, right, is_exact=play.settings.is_exact(ranks))
     for number in (1, 2):
         found = [play.board.get(("reset", number, rank)) for rank in range(ranks)]
         here = [each for each in found if each is not None]

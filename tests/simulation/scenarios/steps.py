@@ -27,26 +27,42 @@ from tests.simulation.training import (
 )
 
 
-@dataclass(frozen=True)
-class Raising:
-    """A training in which one rank raises once, and all go on after a `reset`."""
+@dataclass(frozen=True, kw_only=True)
+class Raises:
+    """Where a rank raises once, before all call `reset`; if anywhere.
 
-    training: Settings
-    rank: int
-    step: int
-    place: int  # before a forward, before a backward, in a backward, before a step
+    Attributes:
+        rank, step: Which rank, and in which step.
+        place: At which place of the script, by number or name.
+    """
 
-    def at(self, ctx: Rank, step: int, place: int) -> None:
+    rank: int = 0
+    step: int = -1
+    place: int | str = ""
+
+    def at(self, ctx: Rank, step: int, place: int | str) -> None:
         """Raise if this is the place; once."""
         if is_raising(ctx, step, place):
             raise UsersError("the user's own")
+
+
+@dataclass(frozen=True)
+class Raising(Raises):
+    """A training in which one rank raises once, and all go on after a `reset`.
+
+    Places are 0 before a forward, 1 before a backward, 2 in a backward, 3 before a
+    step.
+    """
+
+    training: Settings
 
 
 def draw_raising(tape: Tape) -> Raising:
     """Draw a training, and where a rank raises in it."""
     settings = training.draw(tape)
     step = tape.choose(settings.steps - 1)
-    return Raising(settings, tape.choose(2), step, tape.choose(4))
+    rank, place = tape.choose(2), tape.choose(4)
+    return Raising(settings, rank=rank, step=step, place=place)
 
 
 HOOKS = {
@@ -83,10 +99,10 @@ def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor
     return future
 
 
-def is_raising(ctx: Rank, step: int, place: int) -> bool:
-    """Return whether a `Raising` wants an error here; once."""
+def is_raising(ctx: Rank, step: int, place: int | str) -> bool:
+    """Return whether settings that are `Raises` want an error here; once."""
     wanted = ctx.settings
-    if not isinstance(wanted, Raising) or ctx.board.get("raised"):
+    if not isinstance(wanted, Raises) or ctx.board.get("raised"):
         return False
     if (wanted.rank, wanted.step, wanted.place) != (ctx.rank, step, place):
         return False
@@ -94,7 +110,13 @@ def is_raising(ctx: Rank, step: int, place: int) -> bool:
     return True
 
 
-def act_at(ctx: Rank, step: int, place: int) -> None:
+def mark(ctx: Rank, step: int, place: str) -> None:
+    """Mark a line of the script, and do what the settings want to be done there."""
+    ctx.point(place)
+    act_at(ctx, step, place)
+
+
+def act_at(ctx: Rank, step: int, place: int | str) -> None:
     """Do what the settings want to be done at this place of the script."""
     at = getattr(ctx.settings, "at", None)
     if at is not None:
