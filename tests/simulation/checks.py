@@ -16,6 +16,7 @@ from .training import HANG_SECONDS, differ, expected
 
 # What a wait may take beyond its limit: to ask who is missing, and a slice.
 SLACK_SECONDS = 12.0
+SOON_SECONDS = 5.0  # until others hear of a rank that calls reset()
 # Known limit of reports, which simulated ranks have found: who has got through a
 # constructor publishes in another place of the store, so that a rank that is still in
 # it takes it for silent. Such errors may blame others, too.
@@ -95,6 +96,19 @@ def check_no_error(play: Play) -> None:
     for rank, text in play.warned:
         if "Still" not in text:
             raise Finding(f"rank {rank} said {text}")
+
+
+def check_recovered(play: Play) -> None:
+    """Let all ranks hear soon of one that calls `reset`, and come to their ends."""
+    for rank, error in play.ends.items():
+        if error is not None:
+            raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+    for each in play.outcomes:
+        took = each.ended - each.began
+        if took > SOON_SECONDS + play.fault.seconds:
+            raise Finding(
+                f"rank {each.rank} heard of the error only after {took:.1f} s"
+            )
 
 
 def check_errors(

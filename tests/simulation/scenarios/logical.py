@@ -14,12 +14,12 @@ from minidp import DataParallel
 from tests.simulation import training
 from tests.simulation.checks import (
     check_errors,
+    check_recovered,
     check_results,
     check_story,
     is_harmless,
 )
 from tests.simulation.play import Play, Rank
-from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
 from tests.simulation.training import (
     LEARNING_RATE,
@@ -220,6 +220,4 @@ def check_logical_reset(play: Play) -> None:
     if not is_harmless(play):
         check_errors(play, {play.fault.rank}, must_name=False)
         return
-    for rank, error in play.ends.items():
-        if error is not None:
-            raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+    check_recovered(play)

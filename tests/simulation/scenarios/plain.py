@@ -12,6 +12,7 @@ from tests.simulation.checks import (
     check_all,
     check_errors,
     check_gradients,
+    check_recovered,
     is_harmless,
 )
 from tests.simulation.play import Play, Rank
@@ -31,9 +32,6 @@ def train(ctx: Rank) -> None:
         train_step(ctx, model, optimizer, settings, step)
 
 
-SOON_SECONDS = 5.0  # until others hear of a rank that calls reset()
-
-
 def train_and_reset(ctx: Rank) -> None:
     """Train; a rank raises; all reset, with the state of rank 0, and go on."""
     settings: Settings = ctx.settings.training
@@ -47,15 +45,7 @@ def check_reset(play: Play) -> None:
     """Let all ranks finish if no other fault has struck."""
     check_gradients(play)
     if is_harmless(play):
-        for rank, error in play.ends.items():
-            if error is not None:
-                raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
-        for each in play.outcomes:
-            took = each.ended - each.began
-            if took > SOON_SECONDS + play.fault.seconds:
-                raise Finding(
-                    f"rank {each.rank} heard of the error only after {took:.1f} s"
-                )
+        check_recovered(play)
         return
     check_errors(play, {play.fault.rank}, must_name=False)
 

@@ -14,6 +14,7 @@ from minidp import DataParallel, MiniDPError
 from tests.simulation import training
 from tests.simulation.checks import (
     check_errors,
+    check_recovered,
     check_results,
     check_story,
     is_harmless,
@@ -329,8 +330,6 @@ def check_sharded_reset(play: Play) -> None:
             if len(warned) < len(here):
                 raise Finding(f"only ranks {warned} know that shares differ")
     if is_harmless(play):
-        for rank, error in play.ends.items():
-            if error is not None:
-                raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+        check_recovered(play)
         return
     check_errors(play, {play.fault.rank}, must_name=False)
