@@ -204,6 +204,13 @@ MUTANTS = [
         "sharded_reset",
     ),
     Mutant(
+        "a loop over logical ranks tells nobody that no step has come",
+        "data_parallel/sharded_step.py",
+        "        ddp._sharded.before_forward(waits=True)\n",
+        "        ddp._sharded.before_forward(waits=False)\n",
+        "logical_sharded_reset",
+    ),
+    Mutant(
         "a busy rank is given up like one that is gone",
         "comm/communicator.py",
         "        if not absent.may_still_come:\n            return False\n",
