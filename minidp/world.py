@@ -1,10 +1,10 @@
 """What a rank has of the outside: a clock, threads, groups, and a process of its own.
 
 Code that waits (`minidp.comm`, `minidp.hang`, the comparisons of `minidp.guard` and
-`minidp.replica`) asks this module and not `time` or `threading`, so that a test can put
-a simulated world in its place and decide about every order of events. There all ranks
-are threads of one process. So tables that a process has once are a `PerProcess`, of
-which each simulated rank has its own.
+`minidp.replica`), or decides by times (`minidp.autotune`), asks this module and not
+`time` or `threading`, so that a test can put a simulated world in its place and decide
+about every order of events. There all ranks are threads of one process. So tables that
+a process has once are a `PerProcess`, of which each simulated rank has its own.
 
 Stores come from `minidp.comm.stores`, and collectives from `minidp.comm.collectives`:
 both ask torch's default group, which a simulated world replaces.
@@ -45,6 +45,13 @@ class World:
     def now(self) -> float:
         """Return seconds on a clock that never goes back."""
         return time.monotonic()
+
+    def timer(self) -> Callable[[], int]:
+        """Return a function that returns nanoseconds: on it steps are timed.
+
+        It is a function of C, because what asks so often must cost next to nothing.
+        """
+        return time.perf_counter_ns
 
     def sleep(self, seconds: float) -> None:
         """Let other threads and processes run for ``seconds``."""
@@ -92,6 +99,11 @@ _world = World()
 def now() -> float:
     """Return seconds on a clock that never goes back."""
     return _world.now()
+
+
+def timer() -> Callable[[], int]:
+    """Return the function that reads the clock on which steps are timed, in ns."""
+    return _world.timer()
 
 
 def sleep(seconds: float) -> None:

@@ -15,11 +15,11 @@ Rank 0 measures and decides. The others adopt its layout, as after torch's rebui
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minidp import world
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig, SavedLayout
 from minidp.console import say_progress
@@ -115,7 +115,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
 
     def _say_trial(self) -> None:
         """Print progress on a terminal, if somebody waits for it or it takes long."""
-        number, now = self._trial, time.monotonic()
+        number, now = self._trial, world.now()
         if number == 0:
             self._began = now
         spent = now - self._began

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 
+from minidp import world
 from minidp.accelerator import Timer, has_streams
 from minidp.core import BucketQueue, GradHook, GradHooks, Observer, untraced
 from minidp.layout import Layout
@@ -54,11 +55,17 @@ _OF_LOOPS = {StepEvent.LOOP_BEGIN, StepEvent.TURN_BEGIN, StepEvent.TURN_END}
 
 
 class Clock:
-    """The CPU's clock. A mark is the nanoseconds of `time.perf_counter_ns`."""
+    """The CPU's clock. A mark is the nanoseconds of `time.perf_counter_ns`.
+
+    In a simulated world the clock is that world's (`minidp.world`).
+    """
 
     # Grad hooks are timed in one of so many steps, because it costs 0.3 us for each.
     params_every = 4
-    read: Any = staticmethod(time.perf_counter_ns)  # the extension knows this function
+    read: Any
+
+    def __init__(self) -> None:
+        self.read = world.timer()  # the extension knows `time.perf_counter_ns`
 
     def settle(self) -> None:
         """Do nothing, because the times of the CPU are known at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
 from .scenarios import SCENARIOS, warm_up
+from .scenarios.auto import check_auto, train_by_auto
 from .scenarios.logical import Logical
 from .scenarios.odd import Odd, train_oddly
 from .scenarios.sharded import LogicalSharded
@@ -43,6 +45,7 @@ RUNS = {
     "sharded_reset": 20,
     "logical_sharded": 20,
     "logical_sharded_reset": 12,
+    "auto": 6,
     "legal": 40,
     "mistake": 40,
     "leave_out": 10,
@@ -90,15 +93,25 @@ def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None
         scenario.check(play)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_faster_layout_stays_if_no_message_is_late(is_slow: bool) -> None:
+    plan = replace(SCENARIOS["auto"].draw(Tape(row=())), is_slow=is_slow)
+    play = Play(train_by_auto, Tape(row=()), 2, plan)
+    play.run()
+    check_auto(play)
+    layout, _ = play.board["layout", plan.training.steps - 1, 0]
+    assert (len(layout) > 1) is is_slow
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=200))
 def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
     SCENARIOS["faults"].play(Tape(row=row))
 
 
-@pytest.mark.parametrize("name", ["faults", "reset"])
+@pytest.mark.parametrize("name", ["faults", "reset", "auto"])
 def test_a_seed_is_a_run(name: str) -> None:
-    for seed in range(6):
+    for seed in range(2 if name == "auto" else 6):
         first = SCENARIOS[name].play(Tape(seed))
         again = SCENARIOS[name].play(Tape(seed))
         by_row = SCENARIOS[name].play(Tape(row=first.tape.made))

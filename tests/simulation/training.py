@@ -27,6 +27,7 @@ class Settings:
         items: Whether averages are over items.
         is_attached: Whether the module is attached, and not wrapped.
         options: What else the constructor gets, as pairs.
+        learning_rate: That of SGD.
     """
 
     mode: str = "all"
@@ -36,6 +37,7 @@ class Settings:
     items: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     is_attached: bool = False
+    learning_rate: float = LEARNING_RATE
 
     @property
     def constructor(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def expected(
         skipped: In which step no optimizer steps.
     """
     net = Net(0)
-    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.SGD(net.parameters(), settings.learning_rate)
     steps = []
     for step in range(settings.steps if inputs is None else max(inputs)):
         sums: dict[str, torch.Tensor] = {}

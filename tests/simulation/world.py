@@ -48,6 +48,9 @@ class SimulatedWorld(world.World):
         process = self._scheduler.process
         return self._scheduler.time + (process.clock_offset if process else 0.0)
 
+    def timer(self) -> Callable[[], int]:
+        return lambda: round(1e9 * self.now())
+
     @of_the_system
     def sleep(self, seconds: float) -> None:
         if not self._scheduler.is_over:

@@ -2,8 +2,8 @@
 
 `scenario` says what a scenario is, and `steps` what a rank does in a step. Then each
 file has a subject: `plain` (train, reset, join), `odd` (something unusual in one step),
-`hangs` (who is named), `logical` (logical ranks), `sharded` (divided steps, also by
-logical ranks).
+`hangs` (who is named), `auto` (layouts that are tried), `logical` (logical ranks),
+`sharded` (divided steps, also by logical ranks).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.simulation.faults import Kind
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
+from .auto import check_auto, draw_auto, train_by_auto
 from .hangs import check_reports, draw_busy, train_two
 from .logical import (
     check_logical,
@@ -66,6 +67,9 @@ SCENARIOS: dict[str, Scenario] = {
     "faults": Scenario(train, kinds=_FAULTS),
     "reset": Scenario(train_and_reset, draw_raising, check_reset, kinds=_FAULTS),
     "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
+    "auto": Scenario(
+        train_by_auto, draw_auto, check_auto, kinds=_FAULTS, seams=1500, points=150
+    ),
     "legal": Scenario(train_oddly, draw_legal, check_legal, kinds=_FAULTS),
     "mistake": Scenario(train_oddly, draw_mistake, check_mistake, kinds=_SLOW),
     "logical": Scenario(

@@ -25,6 +25,8 @@ class Scenario:
         kinds: What may go wrong, the mildest first.
         ranks: Numbers of ranks to choose from.
         has_numbers: Whether the ranks draw random numbers.
+        seams, points: Up to which seam of a rank, and which point of its script,
+            something may go wrong.
     """
 
     script: Callable[[Rank], None]
@@ -33,14 +35,22 @@ class Scenario:
     kinds: tuple[Kind, ...] = (Kind.NOTHING,)
     ranks: tuple[int, ...] = (2, 3)
     has_numbers: bool = False
+    seams: int = 160
+    points: int = 10
 
     def prepare(self, tape: Tape) -> Play:
         """Draw settings and faults, and return the run."""
         ranks = self.ranks[tape.choose(len(self.ranks))]
         settings = self.draw(tape)
-        has_numbers = self.has_numbers
         return Play(
-            self.script, tape, ranks, settings, self.kinds, has_numbers=has_numbers
+            self.script,
+            tape,
+            ranks,
+            settings,
+            self.kinds,
+            seams=self.seams,
+            points=self.points,
+            has_numbers=self.has_numbers,
         )
 
     def play(self, tape: Tape) -> Play:

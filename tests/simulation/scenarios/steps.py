@@ -18,7 +18,6 @@ from tests.simulation.faults import UsersError
 from tests.simulation.play import Rank
 from tests.simulation.tape import Tape
 from tests.simulation.training import (
-    LEARNING_RATE,
     Net,
     Settings,
     batch,
@@ -83,7 +82,7 @@ def wrapped(ctx: Rank, settings: Settings) -> tuple[DataParallel, Any]:
         model = DataParallel(net, **settings.constructor)
     if settings.hook is not None:
         model.register_comm_hook(None, HOOKS.get(settings.hook, users_hook))
-    return model, torch.optim.SGD(net.parameters(), LEARNING_RATE)
+    return model, torch.optim.SGD(net.parameters(), settings.learning_rate)
 
 
 def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
