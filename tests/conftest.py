@@ -35,7 +35,7 @@ _SAME: dict[str, Any] = {"derandomize": True, "database": None, "print_blob": Tr
 _SAME["suppress_health_check"] = _SLOW_IS_FINE
 for _name, _count, _options in [
     *(("dev", 50, {}), ("debug", 10, {"verbosity": hypothesis.Verbosity.verbose})),
-    *(("ci", 120, _SAME), ("brief", 40, _SAME), ("fast", 20, _SAME)),
+    *(("ci", 120, _SAME), ("brief", 25, _SAME), ("fast", 20, _SAME)),
     ("nightly", 2000, {"print_blob": True, "suppress_health_check": _SLOW_IS_FINE}),
 ]:
     _count = int(os.environ.get("MINIDP_EXAMPLES", _count))

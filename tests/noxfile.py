@@ -75,6 +75,7 @@ NATIVE = (
     *folders("accumulation", "unused_parameters", "gradients", "views", "buffers"),
     *folders("comm_hooks", "items", "join", "step_in_backward", "guard", "module"),
     *folders("many_objects", "logical_ranks"),
+    *tests("sharded", "in_shared_memory", "bits", "split", "awaited", "deaths"),
     *tests("constructor", "arguments"),
     *tests("reset", "reset", "failed_ranks"),
     *tests("groups", "subgroups"),
@@ -87,7 +88,7 @@ NATIVE = (
 # The reference in Python: all tests but those in folders that have stages of their own.
 APART = folders("native", "packaging", "page", "torchft", "trainers")
 REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
-IS_REFERENCE = "not (fault or native or gpu or mutants)"
+IS_REFERENCE = "not (fault or native or gpu or mutants or nightly)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
 FAULT = f"fault and {NOT_SLOW}"
@@ -243,7 +244,7 @@ def native(session: nox.Session) -> None:
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
-    pytest(session, *words, marked="not (fault or laws or gpu)", native=True)
+    pytest(session, *words, marked="not (fault or laws or gpu or nightly)", native=True)
 
 
 @stage("full")
@@ -282,7 +283,7 @@ def page(session: nox.Session) -> None:
 @stage("full")
 def torchft(session: nox.Session) -> None:
     """Replicas on torchft's manager, which mostly wait. Whole jobs run alone."""
-    pytest(session, "tests/torchft", workers=FEW_WORKERS)
+    pytest(session, "tests/torchft")
 
 
 @stage("full")
@@ -325,6 +326,16 @@ def fuzz(session: nox.Session) -> None:
     words = (*REFERENCE, "--timeout", "3600")
     marked = "(fault or laws) and not (native or gpu)"
     pytest(session, *words, marked=marked, profile="nightly")
+
+
+@stage("nightly")
+def combinations(session: nox.Session) -> None:
+    """All combinations of options where other stages try each option."""
+    build(session)
+    session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
+    marked = "nightly and not gpu"
+    pytest(session, *REFERENCE, marked=f"{marked} and not native")
+    pytest(session, *NATIVE, marked=marked, native=True)
 
 
 @stage("nightly")

@@ -170,7 +170,7 @@ def recover_by_a_copy(ctx, waits):
     assert_goes_on(ctx, training)
 
 
-@pytest.mark.parametrize("waits", ["item", "copy", "synchronize", "before the step"])
+@pytest.mark.parametrize("waits", ["copy", "synchronize", "before the step"])
 def test_a_rank_raises(fresh, waits):
     fresh.run(recover_by_a_copy, 2, waits)
 

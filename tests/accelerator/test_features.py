@@ -21,11 +21,9 @@ from tests.accelerator.scenarios import (
     synced_batch_norms,
     with_options,
 )
-from tests.accelerator.training import WAYS, Run, result_of, slots_of_extension
+from tests.accelerator.training import Run, in_ways, result_of, slots_of_extension
 from tests.support import sim
 from tests.support.ranks import on_ranks
-
-ways = pytest.mark.parametrize("way", WAYS)
 
 
 def same_bits(ctx, scenario, way):
@@ -52,8 +50,7 @@ def as_cheap_as_torch(ctx, scenario, way):
 
 
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("name", OPTIONS)
+@in_ways("name", OPTIONS)
 def test_options_of_torch(ctx, name, way):
     as_cheap_as_torch(ctx, partial(with_options, name=name), way)
 
@@ -61,30 +58,26 @@ def test_options_of_torch(ctx, name, way):
 @pytest.mark.native
 @pytest.mark.usefixtures("_extension")
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("name", OPTIONS)
+@in_ways("name", OPTIONS)
 def test_buckets_that_the_extension_fills(ctx, name, way):
     with slots_of_extension():
         same_bits(ctx, partial(with_options, name=name), way)
 
 
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("name", ["default", "views"])
+@in_ways("name", ["default", "views"])
 def test_gradients_that_are_kept(ctx, name, way):
     as_cheap_as_torch(ctx, partial(keeps_gradients, name=name), way)
 
 
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("scenario", BOTH)
+@in_ways("scenario", BOTH)
 def test_features_of_both(ctx, scenario, way):
     as_cheap_as_torch(ctx, scenario, way)
 
 
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("kind", [torch.nn.SyncBatchNorm, SyncBatchNorm])
+@in_ways("kind", [torch.nn.SyncBatchNorm, SyncBatchNorm])
 def test_batch_norms_over_all_ranks(ctx, kind, way):
     """On a device minidp's layer is torch's, whose kernels the CPU does not have."""
     scenario = partial(synced_batch_norms, kind=kind)
@@ -116,7 +109,6 @@ def test_a_training_aside_leaves_the_default_streams_of_all_its_devices(ctx):
 
 
 @on_ranks(2)
-@ways
-@pytest.mark.parametrize("scenario", OURS)
+@in_ways("scenario", OURS)
 def test_features_of_minidp(ctx, scenario, way):
     same_bits(ctx, scenario, way)

@@ -21,7 +21,15 @@ from minidp.sharded import step
 from minidp.sharded.averaging import Brought, StreamedShare, by_rank
 from tests.accelerator.scenarios import Branches, Fails, TwoDevices
 from tests.accelerator.test_lifetimes import Sums, all_memory_reused, nodes_on, take
-from tests.accelerator.training import SMALL, WAYS, Run, net, no_races, result_of
+from tests.accelerator.training import (
+    SMALL,
+    WAYS,
+    Run,
+    in_ways,
+    net,
+    no_races,
+    result_of,
+)
 from tests.support import sim
 from tests.support.pool import Pool
 from tests.support.ranks import on_ranks
@@ -227,8 +235,7 @@ def bits_of_the_cpu(ctx, scenario, way):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@in_ways("name", SCENARIOS)
 def test_bits_are_those_of_the_cpu(ctx, name, way):
     bits_of_the_cpu(ctx, SCENARIOS[name], way)
 
@@ -341,8 +348,7 @@ SCALED = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SCALED)
+@in_ways("name", SCALED)
 def test_a_scaler_skips_on_all_ranks(ctx, name, way):
     found = bits_of_the_cpu(ctx, SCALED[name], way)
     assert [int(scale) for scale in found[:6]] == [256, 128, 128, 128, 64, 64]

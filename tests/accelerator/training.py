@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 from minidp import native
 from minidp.core import kernels
 from tests.support import sim
+from tests.support.combined import combined
 
 # How a script uses streams. Hooks of gradients run on the stream that was current when
 # the node of their parameter was made: `mixed_nodes` gives neighbours different ones.
 WAYS = ("default", "wrapped_aside", "run_aside", "mixed_nodes")
 STEPS = 5
 SMALL = {"bucket_cap_mb": 4 / 1024}  # several buckets
+
+
+def in_ways(name: str, values: Iterable[Any]) -> Any:
+    """Parametrise: each value is tried in the hardest way, and in another one."""
+    pairs = combined(values, WAYS, always="mixed_nodes")
+    return pytest.mark.parametrize((name, "way"), pairs)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,9 @@
-"""A few runs of `tests.chaos.chaos`: each deed, and five of the moments."""
+"""A few runs of `tests.chaos.chaos`: five deeds, each at another moment.
+
+What minidp says of a rank that is lost, at any moment and in any order of events, is
+the simulated ranks' matter. Here is whether torchrun and real processes agree; to them
+``exit`` and ``segv`` are what ``kill`` is. Nightly has all, and starts from a shell.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,9 @@ from tests.chaos.saboteur import DEEDS, moments
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
-RUNS = 8
-SEED = 267  # has each deed in its first runs, and five moments
+RUNS = 5
+SEED = 618  # has these deeds in its first runs, and five moments
+PLAYED = {"kill", "stop", "delay", "stick", "raise"}
 
 
 def test_each_deed_at_each_moment():
@@ -25,9 +31,10 @@ def test_each_deed_at_each_moment():
 
 
 def test_saboteur_and_torchrun_in_short():
-    trials = [draw(SEED, n, RUNS) for n in range(RUNS)]
-    assert {trial.plan.deed for trial in trials} == set(DEEDS)
-    command = ["--runs", str(RUNS), "--seed", str(SEED), "--cold-every", str(RUNS)]
+    plans = [draw(SEED, n, 0).plan for n in range(RUNS)]
+    assert {plan.deed for plan in plans} == PLAYED
+    assert len({plan.moment for plan in plans}) == RUNS
+    command = ["--runs", str(RUNS), "--seed", str(SEED), "--cold-every", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos.chaos", *command, "--jobs", "3"],
         cwd=ROOT,

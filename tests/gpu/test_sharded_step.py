@@ -13,6 +13,7 @@ from minidp.errors import ShardedStepError
 from tests.gpu.places import EVERYWHERE, NCCL, at
 from tests.gpu.scenarios import SMALL, inputs, net, values
 from tests.gpu.test_bits import UNUSED, VIEWS, check
+from tests.support.combined import combined
 
 STEPS = 5
 OPTIMIZERS: dict[str, Any] = {
@@ -20,6 +21,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.01),
     "adamw, fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
 }
+WAYS = ["plain", "clipped", "kept", "scaled"]
 
 
 def divided(ctx: Any, wrap: Any, name: str, options: Any, how: str) -> Any:
@@ -52,10 +54,9 @@ def divided(ctx: Any, wrap: Any, name: str, options: Any, how: str) -> Any:
 
 
 @at(EVERYWHERE)
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, VIEWS, UNUSED], ids=str)
-@pytest.mark.parametrize("how", ["plain", "clipped", "kept", "scaled"])
-def test_bits(ranks: Any, name: str, options: Any, how: str) -> None:
+@pytest.mark.parametrize(("how", "name"), combined(WAYS, [*OPTIMIZERS], always="adamw"))
+def test_bits(ranks: Any, options: Any, how: str, name: str) -> None:
     check(ranks, divided, name, options, how)
 
 

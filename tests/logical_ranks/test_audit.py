@@ -20,6 +20,7 @@ from tests.logical_ranks.faults import Flip
 from tests.logical_ranks.test_bits import FEATURES, NUMBERS, OPTIONS, bits
 from tests.logical_ranks.trainings import batch, net, wrapped
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 # ------------------------------------------------------------- trainings that are right
@@ -58,10 +59,9 @@ def test_options(pool, options):
     check(pool, partial(trainings.plain, **options), 5)
 
 
-@pytest.mark.parametrize("number", [4, 6])
-@pytest.mark.parametrize("scenario", FEATURES.values(), ids=FEATURES)
-def test_features(pool, scenario, number):
-    check(pool, scenario, number, ranks=(2, 3))
+@pytest.mark.parametrize(("name", "number"), combined(FEATURES, [4, 6]))
+def test_features(pool, name, number):
+    check(pool, FEATURES[name], number, ranks=(2, 3))
 
 
 def test_some_steps_only(pool):
@@ -339,8 +339,7 @@ IN_GRADIENT = partial(faults.in_gradient, flip=Flip(4, 5, 30))
 
 
 @pytest.mark.parametrize("where", ["own", "other"])
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("number", [4, 8])
+@pytest.mark.parametrize(("size", "number"), [(2, 8), (3, 4), (4, 4)])
 def test_a_flip_in_a_gradient(pool, size, number, where):
     for at in range(size):
         text = alarms(pool, size, number, at, IN_GRADIENT, where)

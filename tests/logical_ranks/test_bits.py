@@ -16,6 +16,7 @@ from minidp import DataParallel
 from tests.logical_ranks import trainings
 from tests.logical_ranks.trainings import STEPS, batch, net
 from tests.support.both import same
+from tests.support.combined import combined
 
 NUMBERS = [1, 2, 3, 4, 5, 7, 8, 12]
 OPTIONS = {
@@ -80,10 +81,9 @@ def test_options(pool, options):
     check(pool, partial(trainings.plain, **options), 5)
 
 
-@pytest.mark.parametrize("number", [4, 6])
-@pytest.mark.parametrize("scenario", FEATURES.values(), ids=FEATURES)
-def test_features(pool, scenario, number):
-    check(pool, scenario, number, ranks=(2, 3))
+@pytest.mark.parametrize(("name", "number"), combined(FEATURES, [4, 6]))
+def test_features(pool, name, number):
+    check(pool, FEATURES[name], number, ranks=(2, 3))
 
 
 def of_own_buffers(ctx, number):
@@ -197,8 +197,9 @@ SCENARIOS = {
 UNDIVIDED = {"auto", "keeps", "keeps views", "steps inside", "clips inside"}
 
 
-@pytest.mark.parametrize("number", [4, 5])
-@pytest.mark.parametrize("name", sorted({*SCENARIOS} - UNDIVIDED))
+@pytest.mark.parametrize(
+    ("name", "number"), combined(sorted({*SCENARIOS} - UNDIVIDED), [4, 5])
+)
 def test_divided_steps(pool, name, number):
     """Their bits are those of the plain optimizer on one rank."""
     made_of = trainings.World(divides=True)

@@ -18,6 +18,7 @@ from minidp.comm import collectives
 from minidp.logical.sparse_sums import add_sparse
 from tests.logical_ranks.trainings import wrapped
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 STEPS = 3
@@ -186,10 +187,9 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("number", [3, 4, 6])
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_features(pool, scenario, number):
-    check(pool, scenario, number)
+@pytest.mark.parametrize(("name", "number"), combined(SCENARIOS, [3, 4, 6]))
+def test_features(pool, name, number):
+    check(pool, SCENARIOS[name], number)
 
 
 @pytest.mark.parametrize("leaves", [(0,), (0, 1), (1, 4), (0, 1, 2, 3, 4)])

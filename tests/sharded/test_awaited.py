@@ -21,7 +21,7 @@ from minidp import DataParallel
 from minidp.errors import CollectiveError
 from minidp.sharded.awaited import AwaitedParameter
 from tests.support.both import same
-from tests.support.fresh import run_fresh
+from tests.support.fresh import MEMORIES, run_fresh
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
 
@@ -397,19 +397,17 @@ def reads_of_a_dead_rank(ctx):
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize("shared", ["0", "auto"])
-def test_values_come_though_the_group_is_gone(shared):
-    env = {"MINIDP_SHARED_MEMORY": shared}
-    assert run_fresh(outlives, 2, env=env) == [True, True]
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_values_come_though_the_group_is_gone(memory):
+    assert run_fresh(outlives, 2, **memory) == [True, True]
 
 
 @pytest.mark.fresh
 @pytest.mark.fault
-@pytest.mark.parametrize("shared", ["0", "auto"])
-def test_who_has_died_is_named_by_the_first_read(shared):
-    env = {"MINIDP_SHARED_MEMORY": shared}
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_who_has_died_is_named_by_the_first_read(memory):
     results = run_fresh(
-        reads_of_a_dead_rank, 2, env=env, group_timeout=10.0, errors="return"
+        reads_of_a_dead_rank, 2, group_timeout=10.0, errors="return", **memory
     )
     text, left = results[0]
     assert "ank 1" in text

@@ -19,6 +19,8 @@ from tests.support.both import same
 from tests.support.ranks import on_ranks
 
 STEPS = 20
+# Whether ranks share memory, which they do with the extension only.
+SHARES = [False, pytest.param(True, marks=pytest.mark.native)]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -101,7 +103,7 @@ def train(ctx, ours, name, options, how, **more):  # noqa: C901 -- a loop with a
         ddp.step_in_backward(each, clip_grad_norm=how.get("clip"))
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in optimizers]
     norms = []
-    for step in range(STEPS):
+    for step in range(how.get("steps", STEPS)):
         for micro in range(how.get("accumulate", 0)):
             with ddp.no_sync():
                 ddp(batch(ctx, 50 + 10 * step + micro)).square().mean().backward()
@@ -301,7 +303,8 @@ def test_the_next_backward_waits_for_sums_of_others(ctx):
 )
 @on_ranks(2, 4)
 def test_messages_in_pieces_have_the_same_bits(ctx, options, overlaps):
-    how, more = {"to_none": False}, {"overlap_param_gather": overlaps}
+    how = {"to_none": False, "steps": 5}
+    more = {"overlap_param_gather": overlaps}
     found = []
     for nbytes in (2**20, 40):
         with pytest.MonkeyPatch.context() as patch:

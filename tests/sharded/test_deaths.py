@@ -11,7 +11,7 @@ from torch import nn
 
 from minidp import DataParallel
 from minidp.errors import CollectiveError
-from tests.support.fresh import run_fresh
+from tests.support.fresh import MEMORIES, run_fresh
 from tests.support.optimized import Breaks
 
 pytestmark = [pytest.mark.fresh, pytest.mark.fault]
@@ -41,10 +41,9 @@ def train(ctx):
     return None
 
 
-@pytest.mark.parametrize("shared", ["0", "auto"])
-def test_who_is_named(shared):
-    env = {"MINIDP_SHARED_MEMORY": shared}
-    results = run_fresh(train, 2, env=env, group_timeout=10.0, errors="return")
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_who_is_named(memory):
+    results = run_fresh(train, 2, group_timeout=10.0, errors="return", **memory)
     text, seconds = results[0]
     assert "ank 1" in text
     assert "new values of parameters" in text or "agreement on a step" in text, text

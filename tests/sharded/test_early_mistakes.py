@@ -21,7 +21,7 @@ from minidp.errors import (
     ReplicaMismatchError,
     ShardedStepError,
 )
-from tests.support.fresh import run_fresh
+from tests.support.fresh import MEMORIES, run_fresh
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
 
@@ -414,11 +414,10 @@ def dies_between_buckets(ctx):
 
 @pytest.mark.fresh
 @pytest.mark.fault
-@pytest.mark.parametrize("shared", ["0", "auto"])
-def test_who_has_died_between_two_buckets_is_named(shared):
-    env = {"MINIDP_SHARED_MEMORY": shared}
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_who_has_died_between_two_buckets_is_named(memory):
     results = run_fresh(
-        dies_between_buckets, 2, env=env, group_timeout=10.0, errors="return"
+        dies_between_buckets, 2, group_timeout=10.0, errors="return", **memory
     )
     text, seconds = results[0]
     assert "ank 1" in text

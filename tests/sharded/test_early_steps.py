@@ -64,7 +64,7 @@ def test_messages_have_the_bits_of_steps_after_the_backward(ctx, options, overla
     options = {"bucket_cap_mb": 0.001, **options}
     found = []
     for early in (False, True):
-        how = {"to_none": False, "early": early}
+        how = {"to_none": False, "early": early, "steps": 5}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MINIDP_SHARED_MEMORY", "0")
             patch.setattr(pieces, "PIECE_BYTES", 40)

@@ -20,6 +20,7 @@ from tests.logical_ranks.trainings import batch, wrapped
 from tests.sharded.test_bits import OPTIMIZERS, Net
 from tests.shared_memory.test_buckets import Weighted
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 STEPS = 4
@@ -80,9 +81,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("number", [4, 5, 7])
-@pytest.mark.parametrize(("name", "how"), CASES, ids=str)
-def test_weights_are_those_of_the_plain_optimizer(pool, name, how, number):
+@pytest.mark.parametrize(("case", "number"), combined(CASES, [4, 5, 7], always=5))
+def test_weights_are_those_of_the_plain_optimizer(pool, case, number):
+    name, how = case
     """Norms, too. Four ranks have unequally many logical ranks of five and seven."""
     ((expected, _),) = run(pool, 1, train, number, name, divides=False, **how)
     for size in (1, 2, 3, 4):
@@ -181,7 +182,7 @@ def test_a_grad_scaler_skips_on_all_ranks(pool):
 
 
 @pytest.mark.parametrize(("number", "overlaps"), [(4, True), (7, False)])
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3)
 def test_messages_in_pieces_have_the_same_bits(ctx, number, overlaps):
     how = {"given": {"overlap_param_gather": overlaps}}
     found = []
@@ -194,10 +195,11 @@ def test_messages_in_pieces_have_the_same_bits(ctx, number, overlaps):
     return found[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"average_over": "items"}]
-)
+LARGE = [{}, {"gradient_as_bucket_view": True}, {"average_over": "items"}]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(("options", "dtype"), combined(LARGE, DTYPES))
 @on_ranks(2, 3)
 def test_large_shares(ctx, dtype, options):
     """Sums go straight to gradients, in several blocks of several rows."""

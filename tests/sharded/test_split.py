@@ -15,8 +15,9 @@ import minidp
 from minidp import DataParallel
 from minidp.errors import ReplicaMismatchError, ShardedStepError
 from minidp.sharded import awaited
-from tests.sharded.test_bits import Lags
+from tests.sharded.test_bits import SHARES, Lags
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 TINY = 64 / 2**20  # MiB: from 16 floats on
@@ -118,9 +119,8 @@ def test_bits_of_the_plain_loop(ctx, name, options):
     return found
 
 
-@modes
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(("mode", "overlaps"), combined(MODES, [False, True]))
+@pytest.mark.parametrize("shares", SHARES)
 @on_ranks(2, 3, 4)
 def test_bits_of_whole_owners(ctx, mode, overlaps, shares):
     """On any number of ranks: who owns what does not change a sum."""
@@ -629,7 +629,7 @@ def test_parameters_changed_by_hand_are_found(ctx):
 # ----------------------------------------------------------- values that come later
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", SHARES)
 @on_ranks(2, 3)
 def test_a_divided_parameter_waits_for_its_rows(ctx, shares):
     with pytest.MonkeyPatch.context() as patch:

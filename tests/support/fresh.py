@@ -8,13 +8,31 @@ itself (``os.kill(os.getpid(), signal.SIGKILL)``, ``os._exit(3)``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import pytest
 
 from tests.support.pool import Pool, RankError
 from tests.support.worker import Context
 
-__all__ = ["Context", "RankError", "run_fresh"]
+__all__ = ["MEMORIES", "Context", "RankError", "run_fresh"]
+
+# Options of `run_fresh` for a test of ranks that share memory if they can, and of ranks
+# that send messages. These need new interpreters, and without the extension both are
+# the same.
+MEMORIES = [
+    pytest.param({}, id="shared"),
+    pytest.param(
+        {"env": {"MINIDP_SHARED_MEMORY": "0"}},
+        id="messages",
+        marks=pytest.mark.skipif(
+            os.environ.get("MINIDP_NATIVE") == "0",
+            reason="MINIDP_NATIVE=0: ranks send messages in any case",
+        ),
+    ),
+]
 
 
 def run_fresh(

@@ -1,0 +1,37 @@
+"""Combinations of two parameters of a test, most of which are for the night.
+
+    @pytest.mark.parametrize(("name", "way"), combined(SCENARIOS, WAYS, always="mixed"))
+    def test_bits(name, way): ...
+
+Other stages than the nightly `combinations` take each value of both, but not each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def combined(
+    rows: Iterable[Any], columns: Sequence[Any], *, always: Any = None
+) -> list[Any]:
+    """Return all pairs; those are marked ``nightly`` that need not be in each run.
+
+    In each run a row comes with the column ``always``, if there is one, and with one of
+    the others, which take turns.
+    """
+    others = [column for column in columns if column != always]
+    params = []
+    for number, row in enumerate(rows):
+        chosen = (always, others[number % len(others)])
+        for column in columns:
+            marks = [] if column in chosen else [pytest.mark.nightly]
+            name = f"{_name(row)}-{_name(column)}"
+            params.append(pytest.param(row, column, marks=marks, id=name))
+    return params
+
+
+def _name(value: object) -> str:
+    return str(getattr(value, "__name__", value))
