@@ -111,7 +111,7 @@ def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["faults", "reset", "auto"])
 def test_a_seed_is_a_run(name: str) -> None:
-    for seed in range(2 if name == "auto" else 6):
+    for seed in range(1 if name == "auto" else 6):
         first = SCENARIOS[name].play(Tape(seed))
         again = SCENARIOS[name].play(Tape(seed))
         by_row = SCENARIOS[name].play(Tape(row=first.tape.made))

@@ -68,7 +68,7 @@ SCENARIOS: dict[str, Scenario] = {
     "reset": Scenario(train_and_reset, draw_raising, check_reset, kinds=_FAULTS),
     "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
     "auto": Scenario(
-        train_by_auto, draw_auto, check_auto, kinds=_FAULTS, seams=1500, points=150
+        train_by_auto, draw_auto, check_auto, kinds=_FAULTS, seams=900, points=100
     ),
     "legal": Scenario(train_oddly, draw_legal, check_legal, kinds=_FAULTS),
     "mistake": Scenario(train_oddly, draw_mistake, check_mistake, kinds=_SLOW),
