@@ -89,13 +89,17 @@ def compare_or_copy(
     with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
         wanted = _NOBODY if copy_from is None else copy_from
         excuses = 0 if check is None else check.excuses
-        head = [wanted, check is not None, excuses, _digest(ddp, survey)]
+        # Steps that a reset() without a copy has found missing were only told.
+        missed = "" if check is None or copy_from is None else check.missed_steps
+        has_check, has_missed = check is not None, missed != ""
+        head = [wanted, has_check, excuses, has_missed, _digest(ddp, survey)]
         rows = gather_integers(head, group, exchange_device(group, ddp.device))
-        wishes, compares, all_excuses, digests = zip(*rows, strict=True)
+        wishes, compares, all_excuses, all_missed, digests = zip(*rows, strict=True)
         _refuse_other_wishes(wishes, group.rank())
         compares_all = all(compares)
-        is_equal = len({*digests}) == 1 or not (compares_all or copy_from is not None)
-        found = None if is_equal else _compare(ddp, survey)
+        is_equal = len({*digests}) == 1 and not any(all_missed)
+        is_equal = is_equal or not (compares_all or copy_from is not None)
+        found = None if is_equal else _compare(ddp, survey, missed)
         if copy_from is not None:
             ddp._replication.broadcast_all(ddp.module, copy_from)
             if found is not None:
@@ -227,7 +231,7 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(sum_of_bits(tensor)) for name, tensor in tensors.items()}
 
 
-def _compare(ddp: DataParallel, survey: Survey) -> _Comparison:
+def _compare(ddp: DataParallel, survey: Survey, missed_before: str = "") -> _Comparison:
     """Return how the replicas differ. All ranks must call it together."""
     params = ddp._reducer.params
     every = [*ddp._guard.optimizers(), *optimizers.find_optimizers(params, survey)]
@@ -235,7 +239,8 @@ def _compare(ddp: DataParallel, survey: Survey) -> _Comparison:
     held = optimizers.by_key(known, params)
     mine = _stand(ddp, held, survey, is_exchanged=True)
     standings = standing.exchange(mine, ddp.process_group, ddp.device)
-    return _Comparison(standing.find_differences(standings), standings, held)
+    differences = standing.find_differences(standings, missed_before)
+    return _Comparison(differences, standings, held)
 
 
 def _copy_optimizers(

@@ -89,7 +89,8 @@ class CommHook:
             rank: This rank, for errors.
 
         Raises:
-            CommHookError: The hook raises, or does not return a future.
+            CommHookError: The hook raises, or does not return a future, or returns one
+                that has failed already.
         """
         call = HookInFlight(self.name, bucket, names, rank)
         self.has_run = True
@@ -109,6 +110,7 @@ class CommHook:
                 "value that is there already)",
             )
         call.future = future
+        call.raise_if_failed()
         return call
 
 
@@ -158,9 +160,7 @@ class HookInFlight(FutureWork):
         try:
             result = self.future.wait()
         except Exception as error:
-            _forget_frames(error)
-            text = f"returned a future that failed: {_text_of(error)}"
-            raise self.problem(text) from error
+            raise self._failure(error) from error
         if not _is_intact(buffer, self._alias):
             raise self.problem(
                 "has left the bucket's buffer with a different size, dtype or memory",
@@ -182,6 +182,23 @@ class HookInFlight(FutureWork):
             )
         # Perhaps the buffer itself: then nothing is copied.
         return result if result.shape == buffer.shape else result.reshape(buffer.shape)
+
+    def raise_if_failed(self) -> None:
+        """Raise a CommHookError if the future has failed already. Wait for nothing.
+
+        Waits come in the order of buckets, and an earlier bucket may never be there if
+        this one's hook has started nothing.
+        """
+        if not self.future.done():
+            return
+        try:
+            self.future.value()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> CommHookError:
+        _forget_frames(error)
+        return self.problem(f"returned a future that failed: {_text_of(error)}")
 
     def problem(
         self, what: str, *, expected: str = "", found: str = ""

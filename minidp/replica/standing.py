@@ -80,8 +80,14 @@ class Differences(NamedTuple):
     left: list[str]  # names of optimizers and schedulers that cannot be copied
 
 
-def find_differences(standings: Sequence[Standing]) -> Differences:
-    """Compare the standings of all ranks, which come in the order of the ranks."""
+def find_differences(
+    standings: Sequence[Standing], missed_before: str = ""
+) -> Differences:
+    """Compare the standings of all ranks, which come in the order of the ranks.
+
+    ``missed_before`` has the numbers of optimizer steps, where these were not equal
+    when they were last counted and nothing has made the ranks agree since then.
+    """
     parameters = _differing([s.parameters for s in standings])
     frozen = _differing([s.frozen for s in standings])
     buffers = _differing([s.buffers for s in standings])
@@ -100,6 +106,7 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
     for name, row in _differing([s.hook for s in standings]).items():
         texts.append(f"{name} of the comm hook's state ({_on_ranks(row)})")
     missed = "; ".join(each.steps for each in of_optimizers if each.steps)
+    missed = missed or missed_before
     left += ["a GradScaler"] if missed and has_doubtful_scale else []
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
@@ -113,7 +120,8 @@ def find_differences(standings: Sequence[Standing]) -> Differences:
             f"module buffers {shortened([*buffers], _SHOWN)} on {_odd_ranks(buffers)}"
         )
     left += [name for each in of_optimizers for name in each.left]
-    left += [name for each in of_optimizers if each.steps for name in each.doubts]
+    in_doubt = [each for each in of_optimizers if each.steps or missed_before]
+    left += [name for each in in_doubt for name in each.doubts]
     names = [*parameters, *frozen]
     return Differences(texts, names, [*parameters], missed, shared, sorted(set(left)))
 

@@ -69,6 +69,7 @@ on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
         ("a future that failed", [0, 1], False),
         # Bucket 0 of `fp32_accumulate_hook` waits for a call that never comes.
         *(("an exception", ranks, True) for ranks in ([1], [0, 1])),
+        ("a future that failed", [1], True),
     ],
 )
 def test_bad_hook(ctx, how, ranks, own_state):
