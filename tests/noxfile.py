@@ -244,15 +244,9 @@ def native(session: nox.Session) -> None:
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
-    pytest(session, *words, marked="not (fault or laws or gpu or nightly)", native=True)
-
-
-@stage("full")
-def native_fault(session: nox.Session) -> None:
-    """Laws and failures of ranks on the extension."""
-    build(session)
-    marked = f"(fault or laws) and {NOT_SLOW}"
-    pytest(session, *NATIVE, marked=marked, profile="fast", native=True)
+    # In one run, as in `reference`, with the laws and the ranks that fail.
+    marked = "not (gpu or nightly or ((fault or laws) and slow))"
+    pytest(session, *words, marked=marked, profile="fast", native=True)
 
 
 @stage("full")

@@ -23,6 +23,7 @@ from minidp import comm
 from minidp.accelerator import HomeStreams
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
+from minidp.hooks import HookInFlight
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
 
 from .averaging import Averaging
@@ -184,6 +185,7 @@ class BucketQueue:
         steppers = [observer for observer in observers if observer.uses_grads]
         for observer in observers:
             observer.finishing(applies_grads=bool(steppers))
+        self._meet_failed_hooks()
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
                 with self.grad_store.as_grads(bucket.params):
@@ -197,6 +199,19 @@ class BucketQueue:
         for future in owed:
             with self.communicator.watching("waiting for what a hook owes"):
                 comm.wait_for(comm.FutureWork(future))
+
+    def _meet_failed_hooks(self) -> None:
+        """Raise the error of a comm hook whose future has failed by now.
+
+        A hook that fails for one bucket may have started nothing for it, and then an
+        earlier bucket, for which we would wait first, may never be there. All buckets
+        are launched before, so that ranks whose hooks fail alike stay alike.
+        """
+        if self.averaging.active_comm_hook is None:
+            return
+        for bucket in self.buckets:
+            if isinstance(bucket.work, HookInFlight) and bucket.work.has_failed():
+                bucket.wait(self.averaging.wait_description)  # which raises
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
         """Wait for a bucket, and write its averages to ``.grad``."""

@@ -3,7 +3,7 @@
 Read `grad_bucket`, then `comm_hook`. Ready-made hooks are in `minidp.comm_hooks`.
 """
 
-from .comm_hook import CommHook, Hook, name_of
+from .comm_hook import CommHook, Hook, HookInFlight, name_of
 from .grad_bucket import BucketInfo, GradBucket
 
-__all__ = ["BucketInfo", "CommHook", "GradBucket", "Hook", "name_of"]
+__all__ = ["BucketInfo", "CommHook", "GradBucket", "Hook", "HookInFlight", "name_of"]

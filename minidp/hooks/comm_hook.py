@@ -89,8 +89,7 @@ class CommHook:
             rank: This rank, for errors.
 
         Raises:
-            CommHookError: The hook raises, or does not return a future, or returns one
-                that has failed already.
+            CommHookError: The hook raises, or does not return a future.
         """
         call = HookInFlight(self.name, bucket, names, rank)
         self.has_run = True
@@ -110,7 +109,6 @@ class CommHook:
                 "value that is there already)",
             )
         call.future = future
-        call.raise_if_failed()
         return call
 
 
@@ -160,7 +158,9 @@ class HookInFlight(FutureWork):
         try:
             result = self.future.wait()
         except Exception as error:
-            raise self._failure(error) from error
+            _forget_frames(error)
+            text = f"returned a future that failed: {_text_of(error)}"
+            raise self.problem(text) from error
         if not _is_intact(buffer, self._alias):
             raise self.problem(
                 "has left the bucket's buffer with a different size, dtype or memory",
@@ -183,22 +183,16 @@ class HookInFlight(FutureWork):
         # Perhaps the buffer itself: then nothing is copied.
         return result if result.shape == buffer.shape else result.reshape(buffer.shape)
 
-    def raise_if_failed(self) -> None:
-        """Raise a CommHookError if the future has failed already. Wait for nothing.
-
-        Waits come in the order of buckets, and an earlier bucket may never be there if
-        this one's hook has started nothing.
-        """
+    def has_failed(self) -> bool:
+        """Return whether the future has failed by now. This waits for nothing."""
         if not self.future.done():
-            return
+            return False
         try:
             self.future.value()
         except Exception as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> CommHookError:
-        _forget_frames(error)
-        return self.problem(f"returned a future that failed: {_text_of(error)}")
+            _forget_frames(error)
+            return True
+        return False
 
     def problem(
         self, what: str, *, expected: str = "", found: str = ""

@@ -17,6 +17,7 @@ import torch
 
 from tests.support import oracle
 from tests.support.both import Scalars, on_both, x_of
+from tests.support.combined import combined
 from tests.support.training import Log, Plain, Training, difference, train_both
 
 # Which forwards use the part that may be unused, and on which ranks.
@@ -215,8 +216,7 @@ def named(cases: Iterable[frozenset[str]]) -> list[Any]:
     return [pytest.param(case, id="+".join(sorted(case))) for case in cases]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("features", named(PAIRS))
+@pytest.mark.parametrize(("features", "world_size"), combined(PAIRS, [2, 3]))
 def test_pair(pool: Any, features: frozenset[str], world_size: int) -> None:
     check(pool, features, world_size)
 

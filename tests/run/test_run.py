@@ -323,11 +323,11 @@ print([__name__, sys.argv, sys.path[0], __file__, __cached__, __package__, besid
 @pytest.mark.parametrize(
     "target",
     [
-        "train.py",
-        "./train.py",
+        pytest.param("train.py", marks=pytest.mark.nightly),
+        pytest.param("./train.py", marks=pytest.mark.nightly),
         "link.py",
         "here/train.py",
-        "here",
+        pytest.param("here", marks=pytest.mark.nightly),
         "code.zip",
         "-m train",
     ],

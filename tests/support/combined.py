@@ -33,5 +33,7 @@ def combined(
     return params
 
 
-def _name(value: object) -> str:
+def _name(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return "+".join(sorted(value))
     return str(getattr(value, "__name__", value))
