@@ -20,7 +20,9 @@ _NEEDS_NO_RANK = "test_ddp_zero_output_features"
     ("implementation", "fails", "passes"),
     [
         ("broken-no-reduce", _REDUCES, _NEEDS_NO_RANK),
-        ("broken-no-sync", _ACCUMULATES, _REDUCES),
+        pytest.param(
+            *("broken-no-sync", _ACCUMULATES, _REDUCES), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_wrapper_that_is_wrong_fails(implementation, fails, passes):

@@ -64,7 +64,9 @@ def slurms_command(directory: Path, *arguments: str) -> list[str]:
 
 
 @ON_TWO_NODES
-@pytest.mark.parametrize("how", ["by hand", "slurm"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("by hand", marks=pytest.mark.nightly), "slurm"]
+)
 def test_one_script_trains_on_two_nodes(how: str, tmp_path: Path) -> None:
     if how == "slurm":
         command, per_node = slurms_command(tmp_path), 1

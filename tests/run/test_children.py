@@ -51,7 +51,7 @@ def outside(tmp_path, monkeypatch):
     "before",
     [
         "",
-        "import minidp, torch",
+        pytest.param("import minidp, torch", marks=pytest.mark.nightly),
         "import importlib.util; assert importlib.util.find_spec('torch')",
         "import minidp; minidp.swap()",
     ],

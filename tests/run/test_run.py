@@ -641,11 +641,12 @@ for _ in range(9):  # longer than --limit; no optimizer is torch's
             1,
             ["the run on torch was a run on minidp: on rank 0 the script"],
         ),
-        (
+        pytest.param(
             ONE,
             IMPORTS_MINIDP.format(maker="attach"),
             1,
             ["the run on torch was a run on minidp"],
+            marks=pytest.mark.nightly,
         ),
         ([*ONE, "--limit", "12"], OWN_STEPS, 0, ["identical, bit for bit (models: 1"]),
     ],

@@ -18,6 +18,7 @@ from minidp.core import Observer
 from minidp.sharded import pieces, returns
 from minidp.trace import Moment
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 from .test_awaited import awaited, forget_compilations
@@ -34,10 +35,10 @@ from .test_bits import (
 EARLY = [each for each in CASES if "clip" not in each[2]]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize(("name", "options", "how"), EARLY, ids=str)
+@pytest.mark.parametrize(("case", "overlaps"), combined(EARLY, [False, True]))
 @on_ranks(2)
-def test_weights_are_those_of_the_plain_loop(ctx, name, options, how, overlaps):
+def test_weights_are_those_of_the_plain_loop(ctx, case, overlaps):
+    name, options, how = case
     forget_compilations()
     theirs, _ = train(ctx, False, name, options, how)
     early = {**how, "early": True}

@@ -106,8 +106,7 @@ modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "def
 # ---------------------------------------------------------------------------- the bits
 
 
-@pytest.mark.parametrize("options", [{}, UNUSED], ids=["", "unused"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "options"), combined(OPTIMIZERS, [{}, UNUSED]))
 @on_ranks(2)
 def test_bits_of_the_plain_loop(ctx, name, options):
     theirs = made(ctx, name=name, kind=DistributedDataParallel, options=options)
@@ -121,7 +120,7 @@ def test_bits_of_the_plain_loop(ctx, name, options):
 
 @pytest.mark.parametrize(("mode", "overlaps"), combined(MODES, [False, True]))
 @pytest.mark.parametrize("shares", SHARES)
-@on_ranks(2, 3, 4)
+@on_ranks(2, 4)
 def test_bits_of_whole_owners(ctx, mode, overlaps, shares):
     """On any number of ranks: who owns what does not change a sum."""
     with pytest.MonkeyPatch.context() as patch:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidp import SyncBatchNorm
 from tests.support.both import error_of, grads, same, wrapped
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 
@@ -164,8 +165,7 @@ def by_ours(ctx: Any, **more: Any) -> Any:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("name", FOR_WRAPPING)
+@pytest.mark.parametrize(("name", "mode"), combined(FOR_WRAPPING, MODES))
 def test_wrapped_inside(ctx, mode, name):
     theirs = on_torch(ctx, mode)
     wrap = by_ours(ctx, check_replicas_every=1)
@@ -174,8 +174,7 @@ def test_wrapped_inside(ctx, mode, name):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize(("name", "mode"), combined(CONTEXTS, MODES))
 def test_trained_inside(ctx, mode, name):
     theirs = on_torch(ctx, mode)
     wrap = by_ours(ctx, check_replicas_every=1)
