@@ -183,12 +183,9 @@ def check(pool: Any, features: frozenset[str], world_size: int) -> None:
     results = pool.run(train_both, world_size, training, runs_torch)
     ours = [mine for mine, _ in results]
     if Torch.RAISES in odds:
-        why = odds[Torch.RAISES].why
-        assert all(why in log.error for log in ours)
-        # Of torch's ranks one may see no more than that another one went away.
-        told = [theirs.error for _, theirs in results if theirs is not None]
-        assert all(told)
-        assert not told or any(why in error for error in told)
+        # In the same group: what minidp leaves there would be met by torch.
+        for log in itertools.chain.from_iterable(results):
+            assert log is None or odds[Torch.RAISES].why in log.error
         return
     check_numbers(training, ours)
     if not is_known:  # to an older torch
