@@ -91,7 +91,7 @@ REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
 IS_REFERENCE = "not (fault or native or gpu or mutants or nightly)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
-FAULT = f"fault and {NOT_SLOW}"
+FAULT = f"fault and {NOT_SLOW} and not nightly"
 COVERAGE = ("--cov", "--cov-report", "term")
 CORE = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
 

@@ -91,15 +91,15 @@ def compare_or_copy(
         excuses = 0 if check is None else check.excuses
         # Steps that a reset() without a copy has found missing were only told.
         missed = "" if check is None or copy_from is None else check.missed_steps
-        has_check, has_missed = check is not None, missed != ""
-        head = [wanted, has_check, excuses, has_missed, _digest(ddp, survey)]
+        about_check = [check is not None, excuses, bool(missed)]
+        head = [wanted, *about_check, _digest(ddp, survey)]
         rows = gather_integers(head, group, exchange_device(group, ddp.device))
         wishes, compares, all_excuses, all_missed, digests = zip(*rows, strict=True)
         _refuse_other_wishes(wishes, group.rank())
         compares_all = all(compares)
-        is_equal = len({*digests}) == 1 and not any(all_missed)
-        is_equal = is_equal or not (compares_all or copy_from is not None)
-        found = None if is_equal else _compare(ddp, survey, missed)
+        may_differ = len({*digests}) > 1 or any(all_missed)
+        asks = compares_all or copy_from is not None
+        found = _compare(ddp, survey, missed) if asks and may_differ else None
         if copy_from is not None:
             ddp._replication.broadcast_all(ddp.module, copy_from)
             if found is not None:

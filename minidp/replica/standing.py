@@ -105,8 +105,8 @@ def find_differences(
         left += [] if can_copy_scales(scales) else ["a GradScaler"]
     for name, row in _differing([s.hook for s in standings]).items():
         texts.append(f"{name} of the comm hook's state ({_on_ranks(row)})")
-    missed = "; ".join(each.steps for each in of_optimizers if each.steps)
-    missed = missed or missed_before
+    missed_now = "; ".join(each.steps for each in of_optimizers if each.steps)
+    missed = missed_now or missed_before
     left += ["a GradScaler"] if missed and has_doubtful_scale else []
     # Where a checkpoint was loaded, equal replicas have made different steps. They are
     # told if something else differs, or if there may be what nobody can compare.
