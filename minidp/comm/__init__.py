@@ -7,8 +7,8 @@ Each file imports only from files above it in this list::
     backends        what carries its messages
     stores          values that ranks exchange through torch's key-value store
     endings         leave a group whose collectives still run; end the process
-    collectives     c10d's collectives, as we call them
     side_groups     more groups over the same ranks, for one purpose each
+    collectives     c10d's collectives, as we call them
     replacements    a group in place of one that failed
     communicator    a group, its time limit, errors that name missing ranks
 """
@@ -46,7 +46,6 @@ from .communicator import (
     PeerReport,
     Question,
     answerers,
-    is_done_within,
 )
 from .endings import abort, keep_for_good
 from .groups import (
@@ -61,6 +60,7 @@ from .groups import (
 )
 from .replacements import free_replaced, fresh_group, note_replaced
 from .side_groups import (
+    connect_both_ways,
     group_of_agreements,
     group_of_forwards,
     renew_side_groups,
@@ -84,6 +84,7 @@ from .work import (
     HostWork,
     NoWork,
     Work,
+    is_done_within,
     is_python_group,
     is_waiting,
     then,
@@ -112,6 +113,7 @@ __all__ = [
     "barrier",
     "broadcast_coalesced",
     "broadcast_integers",
+    "connect_both_ways",
     "default_first_bucket_bytes",
     "default_group",
     "exchange_device",

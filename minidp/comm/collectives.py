@@ -27,7 +27,16 @@ from minidp.layout import chunks_by_bytes
 
 from .backends import backend_of
 from .groups import ProcessGroup
-from .work import HostWork, NoWork, PythonWork, Work, is_python_group, wait_for
+from .side_groups import way_back
+from .work import (
+    BothWays,
+    HostWork,
+    NoWork,
+    PythonWork,
+    Work,
+    is_python_group,
+    wait_for,
+)
 
 MESSAGE_BYTES = 250 * 2**20  # the size of one message of a coalesced broadcast
 # Backends of torch that cannot add sparse tensors.
@@ -269,12 +278,12 @@ def start_scatter(
     arrived = flat.new_empty(sum(counts), widths[rank])
     to_get = [count * widths[rank] for count in counts]
     to_send = [counts[rank] * width for width in widths]
-    options = dist.AllToAllOptions()
-    message = arrived.view(-1), flat, to_get, to_send, options
+    message = arrived.view(-1), flat, to_get, to_send
     if not is_python_group(group):
-        return arrived, group.alltoall_base(*message)
+        return arrived, _send_parts(*message, group)
     try:
-        return arrived, PythonWork(group.alltoall_base(*message))
+        work = group.alltoall_base(*message, dist.AllToAllOptions())
+        return arrived, PythonWork(work)
     except RuntimeError:  # the Python group has no all-to-all, on all ranks alike
         return arrived, GatheredParts(flat, widths, counts, group, arrived)
 
@@ -301,9 +310,42 @@ def start_sharing(
     to_send[rank] = to_get[rank] = 0
     arrived = own.new_empty(sum(to_get))
     sent = own if ranks == 2 else own.repeat(ranks - 1)
-    options = dist.AllToAllOptions()
-    work = group.alltoall_base(arrived, sent, to_get, to_send, options)
+    work = _send_parts(arrived, sent, to_get, to_send, group)
     return list(arrived.split(to_get)), work
+
+
+def _send_parts(
+    arrived: torch.Tensor,
+    sent: torch.Tensor,
+    to_get: list[int],
+    to_send: list[int],
+    group: ProcessGroup,
+) -> Work:
+    """Start an all-to-all of unequal parts, in both directions at once if that helps.
+
+    Args:
+        arrived: A tensor of one dimension for the parts of all ranks, in their order.
+        sent: What goes to all ranks, in their order.
+        to_get: How many elements each rank sends to this one.
+        to_send: How many elements this one sends to each rank.
+        group: The process group.
+    """
+    options, back = dist.AllToAllOptions(), way_back(group)
+    if back is None:
+        work: Work = group.alltoall_base(arrived, sent, to_get, to_send, options)
+        return work
+    rank = group.rank()
+    lower, others = [0] * rank, [0] * (len(to_get) - rank - 1)
+    get, send = sum(to_get[: rank + 1]), sum(to_send[:rank])
+    # To ranks from this one on, and then to those before it.
+    there = arrived[:get], sent[send:]
+    there_sizes = [*to_get[: rank + 1], *others], [*lower, *to_send[rank:]]
+    back_again = arrived[get:], sent[:send]
+    back_sizes = [*lower, 0, *to_get[rank + 1 :]], [*to_send[:rank], 0, *others]
+    return BothWays(
+        group.alltoall_base(*there, *there_sizes, options),
+        back.alltoall_base(*back_again, *back_sizes, options),
+    )
 
 
 def start_spreading(flats: Sequence[torch.Tensor], group: ProcessGroup) -> Work:

@@ -21,9 +21,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -36,12 +34,18 @@ from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 from .backends import group_timeout, is_timed
 from .endings import keep_for_good
 from .groups import ProcessGroup
-from .work import FutureWork, Work, current_deadline, is_python_group, waiting
+from .work import (
+    FutureWork,
+    Work,
+    current_deadline,
+    is_done_within,
+    is_python_group,
+    waiting,
+)
 
 logger = logging.getLogger("minidp")
 _CPU = torch.device("cpu")
 _POLL_SECONDS = 0.005
-_SHORTEST_SECONDS = 0.001  # of a wait with a limit
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
@@ -680,20 +684,6 @@ class Communicator:
 def _answer_questions() -> None:
     for each in [*answerers()]:
         each.answer()
-
-
-def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait for a work for at most so long, and return whether it is done or failed.
-
-    Its error is not raised, unless the work's own ``is_done_within`` does so.
-    """
-    if hasattr(work, "is_done_within"):
-        return bool(work.is_done_within(seconds))
-    # Torch counts in whole milliseconds, and to it 0 of them are no limit at all.
-    with suppress(RuntimeError):  # timed out or failed: see below
-        work.wait(timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
-        return True
-    return bool(work.is_completed())
 
 
 class Operation:

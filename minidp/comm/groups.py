@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
+
+from minidp import world
+
+# Of each group the groups over the same ranks that were made beside it, by purpose.
+side_groups: world.PerProcess[
+    WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]]
+] = world.PerProcess(WeakKeyDictionary)
 
 
 def is_initialized() -> bool:

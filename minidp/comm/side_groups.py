@@ -17,14 +17,18 @@ from minidp import world
 
 from .backends import group_timeout, is_timed, sends_from_cpu
 from .endings import call_once_at_exit, settle
-from .groups import ProcessGroup, default_group, group_name, group_ranks
+from .groups import (
+    ProcessGroup,
+    default_group,
+    group_name,
+    group_ranks,
+    side_groups,
+)
 from .stores import group_store, has_store, key_prefix
 from .work import in_time
 
 _CPU = torch.device("cpu")
-_side_groups: world.PerProcess[
-    WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]]
-] = world.PerProcess(WeakKeyDictionary)
+_BACK = "the way back"
 # For each default group, the key of the last failure of some global ranks. After a
 # failure a process may join new ranks in another default group, and these know of no
 # failure.
@@ -54,7 +58,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """
     if not has_store(group):
         return group
-    made = _side_groups().setdefault(group, {})
+    made = side_groups().setdefault(group, {})
     if purpose not in made:
         ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
@@ -95,6 +99,32 @@ def group_of_agreements(group: ProcessGroup) -> ProcessGroup:
     the group. On other backends it is ``group`` itself.
     """
     return side_group(group, "agreements") if is_timed(group) else group
+
+
+def connect_both_ways(group: ProcessGroup, device: torch.device) -> None:
+    """Give the messages of `way_back` connections of their own, on Gloo.
+
+    All ranks must call it together; they wait for each other until they are connected.
+
+    Args:
+        group: The group whose ranks take part.
+        device: Where the tensors lie that travel. Only those of the CPU need it.
+    """
+    if device.type == "cpu" and is_timed(group, device):
+        side_group(group, _BACK)
+
+
+def way_back(group: ProcessGroup) -> ProcessGroup | None:
+    """Return the group for large messages to lower ranks, if one was connected.
+
+    Gloo sends when the receiver has said, on the same connection, that it is ready.
+    This word queues behind what the receiver itself sends there. So if two ranks have
+    large messages for each other, and one of them begins a moment earlier, they travel
+    one after the other, and half of the link idles. Both travel at once if messages to
+    higher ranks have one connection, and those to lower ranks another one: 13.5 MiB
+    each way take 120 ms at 1 Gbit/s in place of 245 (the link alone takes 117).
+    """
+    return side_groups().get(group, {}).get(_BACK)
 
 
 def way_of_hosts(
@@ -140,7 +170,6 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     # With the group's name, because other objects use equal keys on other groups.
     renewals[members] = f"{group_name(group)}/{key}"
     known = c10d._world.pg_group_ranks  # without groups that were destroyed
-    side_groups = _side_groups()
-    for other in list(side_groups):
+    for other in list(side_groups()):
         if other not in known or members.issuperset(known[other]):
-            side_groups.pop(other, None)
+            side_groups().pop(other, None)

@@ -26,6 +26,7 @@ from torch.futures import Future
 from minidp import world
 
 Value = TypeVar("Value")
+_SHORTEST_SECONDS = 0.001  # of a wait with a limit
 
 
 class NoWork:
@@ -193,11 +194,66 @@ class HostWork:
         self.wait = work.wait
 
 
+class BothWays:
+    """Two collectives as one work, of which each sends in one direction.
+
+    Args:
+        there: The one that is launched first.
+        back: The other one.
+    """
+
+    def __init__(self, there: Work, back: Work) -> None:
+        self._works = there, back
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that is done when both are."""
+        return torch.futures.collect_all([each.get_future() for each in self._works])
+
+    def is_completed(self) -> bool:
+        """Return whether both are done, or have failed."""
+        return all(each.is_completed() for each in self._works)
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait at most so long for each, and return whether both are done.
+
+        Raises:
+            RuntimeError: One has failed, for whose error the other need not come.
+        """
+        for each in self._works:
+            if not is_done_within(each, seconds):
+                return False
+            each.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait for both.
+
+        Raises:
+            RuntimeError: One has failed.
+        """
+        for each in self._works:
+            each.wait()
+
+
 def completed(value: Any) -> Future[Any]:
     """Return a future that has this value already."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def is_done_within(work: Any, seconds: float) -> bool:
+    """Wait for a work for at most so long, and return whether it is done or failed.
+
+    Its error is not raised, unless the work's own ``is_done_within`` does so.
+    """
+    if hasattr(work, "is_done_within"):
+        return bool(work.is_done_within(seconds))
+    # Torch counts in whole milliseconds, and to it 0 of them are no limit at all.
+    with suppress(RuntimeError):  # timed out or failed: see below
+        work.wait(timedelta(seconds=max(seconds, _SHORTEST_SECONDS)))
+        return True
+    return bool(work.is_completed())
 
 
 class Waiter(Protocol):

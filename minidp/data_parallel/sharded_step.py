@@ -160,6 +160,7 @@ def sharded_step(  # noqa: D417, PLR0913 -- self: a method; options by name
         keep_own(optimizer, reducer, owners, number)
     with without_user_modes(keeps_inference=True):
         reducer.adopt(reducer.queue.layout, in_shared_memory=True)
+    self._sharded.connect()
 
 
 def step_in_backward(
@@ -495,11 +496,12 @@ def repair(ddp: DataParallel, wrong: list[int]) -> list[int]:
             early = steps_in_backward(ddp._reducer)
             mine = [sharded.steps, int(early is not None and early.is_half)]
             rows = gather_integers(mine, way, place)
+        sharded.connect()  # perhaps in another group
         sharded.bring_all()
         sharded.steps = max(steps for steps, _ in rows)
         if early is not None:
             early.is_half = False
-            early.agreement.connect()  # perhaps in another group
+            early.agreement.connect()
         if len({steps for steps, _ in rows}) > 1 or any(half for _, half in rows):
             parts = "", " and a part of the next one"
             found = ", ".join(

@@ -2,7 +2,7 @@
 
 Read `known` (which optimizers can do that), `owners` (who steps what), `bucket` and
 `averaging` (gradients go to their owners), `tree_averaging` (those of logical ranks),
-`pieces` (messages in both directions at once), `agreement` (all ranks step, or none),
+`pieces` (large messages), `agreement` (all ranks step, or none),
 `returns` (new values come back to all ranks), `awaited` (perhaps while the next forward
 runs already), `shares` (what the script has done to the gradients meanwhile), `norms`
 (of all gradients), `overflows` (for a ``GradScaler``), `step` (all of it together),

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from minidp import comm
 from minidp.accelerator import is_capturing
 from minidp.core import Observer, Phase, Reducer, untraced
 from minidp.errors import ShardedStepError, explain
@@ -538,6 +539,17 @@ class ShardedStep(Observer):
         self.agree(Intent(Act.CLIP, arguments, problems), concerned)
         with self.shares.changing():
             return self.norms.clip(max_norm, norm_type, raises=raises)
+
+    def connect(self) -> None:
+        """Connect the ranks for messages in both directions, if they share no memory.
+
+        All ranks must call it together, when the buckets are made, and wait for each
+        other.
+        """
+        communicator, buckets = self._reducer.communicator, self._reducer.queue.buckets
+        if all(bucket.shared is None for bucket in buckets):
+            with communicator.blocking("connecting the ranks for both directions"):
+                comm.connect_both_ways(communicator.group, communicator.device)
 
     def bring_rest(self) -> None:
         """Wait for values that are still on their way, and write them to parameters."""
