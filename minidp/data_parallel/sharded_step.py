@@ -218,7 +218,6 @@ def _obstacle_in_backward(ddp: DataParallel, sharded: ShardedStep) -> str:
         "it does not go with a GradScaler, which decides after the backward whether to "
         "step": sharded.scales,
         "it does not go with logical_ranks": ddp._logical is not None,
-        "it does not go with split_from_mb": any(sharded.owners.rows),
         "call it before the first forward of a step, and not while a backward is to "
         "come": ddp._reducer.phase.now is not Phase.IDLE,
     }

@@ -192,6 +192,7 @@ class EarlySteps(Observer):
                 else:
                     step_on(optimizer, params)
         finally:
+            self._step.parts_of(optimizer).leave(optimizer)  # if it has raised
             self._stepping = None
             self._grads.clear()
 

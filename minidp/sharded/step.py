@@ -385,6 +385,10 @@ class ShardedStep(Observer):
         for optimizer, parts in zip(self.optimizers, self._parts, strict=True):
             parts.leave(optimizer)
 
+    def parts_of(self, optimizer: Optimizer) -> Parts:
+        """Return the parts of an optimizer's divided parameters."""
+        return self._parts[self._number_of(optimizer)]
+
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)
 
@@ -605,20 +609,26 @@ def is_divided(optimizer: Optimizer) -> bool:
     return optimizer in _hooks and _hooks[optimizer][0]() is not None
 
 
-def hook_anew(optimizer: Optimizer, act: Callable[[Optimizer], None]) -> None:
-    """Let ``act`` come right before each step of a divided optimizer, and nothing else.
+def hook_anew(optimizer: Optimizer, check: Callable[[Optimizer], None]) -> None:
+    """Let ``check`` come right before each step of a divided optimizer.
 
-    It comes in the place of what `ShardedStep` does before and after the step.
+    It comes in the place of what `ShardedStep` does. Around the step itself the groups
+    have the rows of this rank, as ever.
     """
     reference, before, after = _hooks[optimizer]
     optimizer._optimizer_step_pre_hooks.pop(before, None)
     optimizer._optimizer_step_post_hooks.pop(after, None)
 
-    def alone(_step: ShardedStep, which: Optimizer, *_: Any) -> None:
-        act(which)
+    def enter(step: ShardedStep, which: Optimizer, *_: Any) -> None:
+        check(which)
+        step.parts_of(which).enter(which)
 
-    anew = optimizer.register_step_pre_hook(_weakly(reference, alone))
-    _hooks[optimizer] = reference, anew.id, after
+    def leave(step: ShardedStep, which: Optimizer, *_: Any) -> None:
+        step.parts_of(which).leave(which)
+
+    pre = optimizer.register_step_pre_hook(_weakly(reference, enter))
+    post = optimizer.register_step_post_hook(_weakly(reference, leave))
+    _hooks[optimizer] = reference, pre.id, post.id
 
 
 def _hook(optimizer: Optimizer, step: ShardedStep) -> None:

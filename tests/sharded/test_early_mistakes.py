@@ -320,12 +320,6 @@ def test_what_is_refused_before_it_begins(ctx):
     with pytest.raises(ValueError, match="does not go with a GradScaler"):
         ddp.step_in_backward(optimizer)
     net = nn.Linear(2, 2)
-    ddp = DataParallel(net, process_group=ctx.group)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    ddp.sharded_step(optimizer, split_from_mb=0)
-    with pytest.raises(ValueError, match="does not go with split_from_mb"):
-        ddp.step_in_backward(optimizer)
-    net = nn.Linear(2, 2)
     ddp = DataParallel(net, process_group=ctx.group, logical_ranks=2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(ValueError, match=r"split_from_mb.* not go with logical_ranks"):

@@ -15,6 +15,7 @@ import minidp
 from minidp import DataParallel
 from minidp.errors import ReplicaMismatchError, ShardedStepError
 from minidp.sharded import awaited
+from tests.sharded.test_awaited import forget_compilations
 from tests.sharded.test_bits import SHARES, Lags
 from tests.support.both import same
 from tests.support.combined import combined
@@ -163,6 +164,44 @@ def test_bits_of_fused_steps(ctx, mode):
             optimizer.zero_grad()
         found.append(params_of(ddp))
     assert same(*found)
+
+
+def train_early(ctx, ddp, optimizer, norm=None):
+    ddp.step_in_backward(optimizer, clip_grad_norm=norm)
+    for step in range(8):
+        backward(ctx, ddp, step)
+        optimizer.zero_grad()
+    return params_of(ddp)
+
+
+@pytest.mark.parametrize(("mode", "overlaps"), combined(MODES, [False, True]))
+@pytest.mark.parametrize("shares", SHARES)
+@on_ranks(2, 3)
+def test_steps_in_the_backward_have_the_bits_of_steps_after_it(
+    ctx, mode, overlaps, shares
+):
+    forget_compilations()
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares:
+            patch.setenv("MINIDP_SHARED_MEMORY", "0")
+        after = train(ctx, *made(ctx, split=None, options=mode))
+        more = {"overlap_param_gather": overlaps, "options": mode}
+        early = train_early(ctx, *made(ctx, **more))
+    assert same(after, early)
+    return early
+
+
+@on_ranks(2)
+def test_steps_in_the_backward_are_clipped(ctx):
+    ddp, optimizer = made(ctx, kind=DistributedDataParallel, name="sgd")
+    for step in range(8):
+        backward(ctx, ddp, step)
+        clip_grad_norm_(ddp.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    early = train_early(ctx, *made(ctx, name="sgd"), norm=0.05)
+    torch.testing.assert_close(early, params_of(ddp))
+    return early
 
 
 class Used(nn.Module):
@@ -558,6 +597,32 @@ def test_parameters_are_in_the_groups_but_for_the_step(ctx):
     assert set(optimizer.state) <= set(params)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [params[0]]})
+
+
+@on_ranks(2)
+def test_hooks_of_steps_in_the_backward_find_parameters(ctx):
+    ddp, optimizer = made(ctx, name="groups")
+    params, seen = [*ddp.parameters()], []
+    lists = [group["params"] for group in optimizer.param_groups]
+
+    def look(which, *_):
+        seen.extend(p for group in which.param_groups for p in group["params"])
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    train_early(ctx, ddp, optimizer)
+    assert {*map(id, seen)} == {*map(id, params)}
+    assert len(seen) == 8 * 2 * len(params)
+    backward(ctx, ddp, 8)
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = "no number"
+    with pytest.raises(
+        minidp.MiniDPError, match="raised TypeError inside the backward"
+    ):
+        backward(ctx, ddp, 9)
+    for group, before in zip(optimizer.param_groups, lists, strict=True):
+        assert group["params"] is before
+    assert {*map(id, optimizer.state)} <= {*map(id, params)}
 
 
 @on_ranks(2)
