@@ -70,12 +70,9 @@ TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
 PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
 SPLIT, BOTH = "minidp, split_from_mb=1", "minidp, split, overlap"
-SMALL_TORCH, SMALL = "torch, buckets of 4 MiB", "overlap, buckets of 4 MiB"
+SMALL_TORCH = "torch, buckets of 4 MiB"
 IN_BACKWARD = "minidp, sharded_step, in backward"
-SMALL_SHARDED = "minidp, buckets of 4 MiB"
-SMALL_IN_BACKWARD = "in backward, buckets of 4 MiB"
-SMALL_BOTH = "overlap, in backward, buckets of 4 MiB"
-SMALL_SPLIT = "split, overlap, buckets of 4 MiB"
+BOTH_IN_BACKWARD = "minidp, split, overlap, in backward"
 LINK = Link(1.0)
 TIMES = "forward, backward, optimizer.step() and zero_grad()"
 WARM_UP = 2  # turns
@@ -111,9 +108,8 @@ def _sharded(
     overlaps: bool = False,
     split: float | None = None,
     in_backward: bool = False,
-    **options: float,
 ) -> Made:
-    model = minidp.DataParallel(net, **options)
+    model = minidp.DataParallel(net)
     optimizer = AdamW(net.parameters())
     model.sharded_step(optimizer, overlap_param_gather=overlaps, split_from_mb=split)
     if in_backward:
@@ -130,14 +126,10 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     OVERLAPPED: partial(_sharded, overlaps=True),
     BOTH: partial(_sharded, overlaps=True, split=1.0),
     IN_BACKWARD: partial(_sharded, in_backward=True),
+    BOTH_IN_BACKWARD: partial(_sharded, overlaps=True, split=1.0, in_backward=True),
     SMALL_TORCH: lambda net: Made(
         DistributedDataParallel(net, bucket_cap_mb=4), AdamW(net.parameters())
     ),
-    SMALL_SHARDED: partial(_sharded, bucket_cap_mb=4),
-    SMALL_IN_BACKWARD: partial(_sharded, in_backward=True, bucket_cap_mb=4),
-    SMALL: partial(_sharded, overlaps=True, bucket_cap_mb=4),
-    SMALL_BOTH: partial(_sharded, overlaps=True, in_backward=True, bucket_cap_mb=4),
-    SMALL_SPLIT: partial(_sharded, overlaps=True, split=1.0, bucket_cap_mb=4),
 }
 CELLS: dict[str, tuple[str, ...]] = {
     "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED, IN_BACKWARD),
@@ -319,7 +311,7 @@ def _report(
 def _verdicts(
     cell: str, found: dict[str, Found], bounds: Times | None
 ) -> list[Verdict]:
-    name = SMALL_SPLIT if cell == "link" else SHARDED
+    name = BOTH_IN_BACKWARD if cell == "link" else SHARDED
     limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
     verdicts = [
         Verdict(f"{cell}: {name} / {base}", _ratio(found, name, base), limit)
