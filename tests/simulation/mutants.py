@@ -254,6 +254,13 @@ MUTANTS = [
         "if alarm.why in _GONE and rank not in self._gone",
         "if False",
     ),
+    Mutant(
+        "a reset goes on with the trial of a layout that this rank was in",
+        "autotune/tuner.py",
+        "        self._trial = -1  # the number",
+        '        self._trial = getattr(self, "_trial", -1)  # the number',
+        "auto_reset",
+    ),
 ]
 
 
