@@ -71,7 +71,6 @@ TORCH, ZERO = "torch, AdamW", "torch, ZeroRedundancyOptimizer"
 PLAIN, SHARDED = "minidp, AdamW", "minidp, sharded_step"
 OVERLAPPED = "minidp, overlap_param_gather"
 SPLIT, BOTH = "minidp, split_from_mb=1", "minidp, split, overlap"
-SMALL_TORCH = "torch, buckets of 4 MiB"
 IN_BACKWARD = "minidp, sharded_step, in backward"
 BOTH_IN_BACKWARD = "minidp, split, overlap, in backward"
 LINK = Link(1.0)
@@ -134,9 +133,6 @@ EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
     BOTH: partial(_sharded, overlaps=True, split=1.0),
     IN_BACKWARD: partial(_sharded, in_backward=True),
     BOTH_IN_BACKWARD: partial(_sharded, overlaps=True, split=1.0, in_backward=True),
-    SMALL_TORCH: lambda net: Made(
-        DistributedDataParallel(net, bucket_cap_mb=4), AdamW(net.parameters())
-    ),
 }
 CELLS: dict[str, tuple[str, ...]] = {
     "layers": (TORCH, ZERO, PLAIN, SHARDED, SPLIT, OVERLAPPED, IN_BACKWARD),
