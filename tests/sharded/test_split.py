@@ -186,8 +186,12 @@ def test_steps_in_the_backward_have_the_bits_of_steps_after_it(
             patch.setenv("MINIDP_SHARED_MEMORY", "0")
         after = train(ctx, *made(ctx, split=None, options=mode))
         more = {"overlap_param_gather": overlaps, "options": mode}
-        early = train_early(ctx, *made(ctx, **more))
+        ddp, optimizer = made(ctx, **more)
+        early = train_early(ctx, ddp, optimizer)
     assert same(after, early)
+    rows = ddp._sharded.owners.rows_of(ctx.rank, 1)  # the state is that of own rows
+    words = ddp.module.words.weight
+    assert optimizer.state[words]["exp_avg"].shape == words[rows].shape
     return early
 
 
