@@ -403,12 +403,33 @@ class Quorum:
         """
         self.gave_up = False
         self._find_out()
+        self._take_over_late()
         received = self._received()
         if received is None:
             self.agreement.follow(self.manager.current_step())
         else:
             self._receive(received)
         self._compare_histories()
+
+    def _take_over_late(self) -> None:
+        """Give this step up if the state of another replica came before, for nothing.
+
+        A replica that catches up has the step of the others from its quorum on, but
+        their state only from its vote on. If it never votes, because the script skips
+        the step or an error ends it, the manager forgets that it was behind, and lets
+        gradients of its old parameters count. So it votes against this step, and the
+        vote loads the state. The others hear of it at once, and repeat the step.
+        """
+        manager = self.manager
+        if manager._healing or manager._pending_state_dict is None:
+            return
+        what = f"This replica has received the state of step {self.step_now}, but the "
+        what += "step ended without a vote. It takes the state over now."
+        remedy = "call step() of torchft's optimizer in each step, whatever happens"
+        logger.warning("%s", explain(self.rank, what, remedy=remedy))
+        manager._healing = self.gave_up = True
+        self.give_up("the state of another replica is taken over late")
+        manager._pg.abort()
 
     def _compare_histories(self) -> None:
         """Give this step up if replicas have come to it on different ways.
