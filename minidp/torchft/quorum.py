@@ -40,6 +40,7 @@ except ImportError as error:
 logger = logging.getLogger("minidp")
 KNOWN = ("0.2.0",)  # the versions whose private names mean what is assumed below
 KEY = "minidp"  # the key of the layout in the state that a joining replica receives
+BUFFERS = "buffers"  # the key of module buffers there
 ATTEMPTS = 3  # how often gradients are sent before the step is given up
 SUM = ReduceOp.SUM
 Started = TypeVar("Started")
@@ -247,6 +248,11 @@ class Quorum:
         self._history = history.History()
         self._compared = -1  # the last quorum in which histories were compared
         self.gave_up = False  # histories differ, so this step is not tried again
+        # With logical ranks: the module buffers with which a step begins, if they are
+        # not as they are just now; and those that another replica has sent.
+        self.buffers_at: Callable[[int], Sequence[torch.Tensor] | None]
+        self.buffers_at = lambda _step: None
+        self.received_buffers: Sequence[torch.Tensor] | None = None
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # the participants that were logged last
         try:
@@ -260,12 +266,14 @@ class Quorum:
     def state(self) -> dict[str, Any]:
         """Return the state for a replica that joins. The manager calls this."""
         step = self.step_now
-        return {**self.agreement.state(step), history.KEY: self._history.at(step)}
+        more = {history.KEY: self._history.at(step), BUFFERS: self.buffers_at(step)}
+        return self.agreement.state(step) | more
 
     def _receive(self, state: dict[str, Any]) -> None:
         """Use the state of the replica with which this one catches up."""
         self._history.receive(state)
         self.agreement.receive(state)
+        self.received_buffers = state.get(BUFFERS)
 
     @property
     def contributes(self) -> bool:
