@@ -376,18 +376,22 @@ def share(
         device: The device of the gradients.
 
     Raises:
-        NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and there are several ranks
-            that cannot share memory.
+        NativeError: MINIDP_SHARED_MEMORY=1 on some rank, and there are several ranks
+            that cannot share memory. All of them hear it.
     """
     group = communicator.group
     if group.size() == 1:
         return "one rank: nothing travels"
+    rank, insists = communicator.rank, sharing_mode() == "1"
+    ranks_that_insist = [rank] if insists else []
     if device.type != "cpu":
-        return _refuse(f"the gradients are on {device.type}", communicator)
+        reason = f"the gradients are on {device.type}"
+        return _refuse(reason, rank, ranks_that_insist)
     if not is_plain_gloo(group):
-        return _refuse("the process group is not Gloo's own", communicator)
+        reason = "the process group is not Gloo's own"
+        return _refuse(reason, rank, ranks_that_insist)
     memory, obstacle = _own_memory(shapes, communicator)
-    mine = [obstacle, 0, 0, 0, _build_number()]
+    mine = [obstacle, 0, 0, 0, _build_number(), insists]
     if memory is not None:
         mine[1:4] = os.getpid(), memory.descriptor, memory.token
     ends = ProcessEnds()
@@ -395,7 +399,7 @@ def share(
         facts = gather_integers(mine, group, device)
         refusals = [found[0] for found in facts]
         if not any(refusals):
-            obstacle = _connect(memory, facts, communicator.rank, ends)
+            obstacle = _connect(memory, facts, rank, ends)
             # Also keeps each file open until all ranks have mapped it.
             answers = gather_integers([obstacle], group, device)
             refusals = [answer for (answer,) in answers]
@@ -411,18 +415,20 @@ def share(
             )
             for k, shape in enumerate(shapes)
         ]
-    rank = next(r for r, refusal in enumerate(refusals) if refusal)
-    return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)
+    refuses = next(r for r, refusal in enumerate(refusals) if refusal)
+    reason = f"rank {refuses}: {OBSTACLES[refusals[refuses]]}"
+    return _refuse(reason, rank, [r for r, found in enumerate(facts) if found[5]])
 
 
-def _refuse(reason: str, communicator: Communicator) -> str:
-    """Return the reason, or raise it as a NativeError if MINIDP_SHARED_MEMORY=1."""
-    if sharing_mode() != "1":
+def _refuse(reason: str, rank: int, ranks_that_insist: Sequence[int]) -> str:
+    """Return the reason, or raise it as a NativeError if some rank insists."""
+    if not ranks_that_insist:
         return reason
+    where = "" if rank in ranks_that_insist else f" on rank {ranks_that_insist[0]}"
     raise NativeError(
         explain(
-            communicator.rank,
-            f"{VARIABLE}=1, but these ranks cannot share memory: {reason}.",
+            rank,
+            f"{VARIABLE}=1{where}, but these ranks cannot share memory: {reason}.",
             expected="all ranks on one host, with CPU gradients, a Gloo group and the "
             "extension",
             remedy=f"unset {VARIABLE}",
@@ -468,7 +474,8 @@ def _connect(
 
     Args:
         memory: The memory of this rank.
-        facts: For each rank READY, process id, file descriptor, token and build.
+        facts: For each rank READY, process id, file descriptor, token, build, and
+            whether it insists.
         rank: This rank.
         ends: Gets the processes to watch.
 
@@ -477,7 +484,7 @@ def _connect(
     """
     if any(found[4] != facts[rank][4] for found in facts):
         return OTHER_BUILD
-    for peer, (_, process, descriptor, token, _) in enumerate(facts):
+    for peer, (_, process, descriptor, token, *_) in enumerate(facts):
         if peer == rank:
             continue
         path = f"/proc/{process}/fd/{descriptor}"

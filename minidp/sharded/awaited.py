@@ -8,18 +8,21 @@ A module that hands its parameters to C++ code of its own, where torch calls not
 that kind, has a hook that waits before its forward.
 
 What this cannot see are reads that torch does not tell of: ``torch.tensor(param)``,
-a collective that is called on the process group itself, transforms of ``torch.func``
-of the parameter itself, and C++ code that gets the parameter of another module.
+``other.data = param``, a collective that is called on the process group itself,
+transforms of ``torch.func`` of the parameter itself, and C++ code that gets the
+parameter of another module. If such a use gives the memory to another tensor, `release`
+finds that out.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +34,20 @@ from minidp.core import untraced
 # Values arrive under this lock, on whatever thread needs them.
 lock = world.PerProcess(threading.RLock)
 
-# What each parameter waits for, by its id. Whoever has put it here holds it.
-_arrivals: world.PerProcess[dict[int, Callable[[], None]]] = world.PerProcess(dict)
+
+class _Arrival(NamedTuple):
+    """What a parameter waits for."""
+
+    arrive: Callable[[], None]
+    uses: tuple[int, int]  # how many had its memory when it began to wait
+
+
+# By the id of a parameter. Whoever has put it here holds it.
+_arrivals: world.PerProcess[dict[int, _Arrival]] = world.PerProcess(dict)
 
 
 _grad: Any = Tensor.grad
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def _getters(*names: str) -> list[Any]:
@@ -70,6 +82,9 @@ class AwaitedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _LET_PASS:
             _arrive_in((args, kwargs))
+            if func is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
+                # `nn.Parameter(param)` insists on the class that it saw before.
+                return nn.Parameter(args[0])
             if not any(issubclass(each, cls) and each is not cls for each in types):
                 # Nobody is awaited any more, and other classes get their turn.
                 return func(*args, **kwargs)
@@ -149,24 +164,34 @@ def await_values(params: Sequence[nn.Parameter], arrive: Callable[[], None]) -> 
     torch.autograd.graph.increment_version(params)
     with lock():
         for param in params:
-            _arrivals()[id(param)] = arrive
+            _arrivals()[id(param)] = _Arrival(arrive, _uses(param))
             param.__class__ = AwaitedParameter
         _module_hook().update()
 
 
-def release(params: Iterable[nn.Parameter]) -> None:
-    """Make plain parameters of these again."""
+def release(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Make plain parameters of these again.
+
+    Returns:
+        Those whose memory another tensor has got meanwhile. It showed old values.
+    """
+    shown = []
     with lock():
         for param in params:
-            if _arrivals().pop(id(param), None) is not None:
-                param.__class__ = nn.Parameter
+            arrival = _arrivals().pop(id(param), None)
+            if arrival is None:
+                continue
+            param.__class__ = nn.Parameter
+            if any(map(operator.gt, _uses(param), arrival.uses)):
+                shown.append(param)
         _module_hook().update()
+    return shown
 
 
 def _arrive(param: AwaitedParameter) -> None:
-    arrive = _arrivals().get(id(param))
-    if arrive is not None:  # else another thread was faster
-        arrive()
+    arrival = _arrivals().get(id(param))
+    if arrival is not None:  # else another thread was faster
+        arrival.arrive()
 
 
 def _arrive_in(found: Any) -> None:
@@ -183,8 +208,8 @@ def _arrive_in(found: Any) -> None:
 
 def arrive_everywhere() -> None:
     """Let all values arrive, of all wrappers."""
-    for arrive in [*_arrivals().values()]:
-        arrive()
+    for arrival in [*_arrivals().values()]:
+        arrival.arrive()
 
 
 @untraced

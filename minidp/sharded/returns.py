@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minidp import comm
+from minidp.console import warn
 from minidp.core import Reducer, copy_each, traced, without_user_modes
+from minidp.errors import explain
 from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment
 
@@ -263,7 +265,7 @@ class Return:
         Args:
             finish: What they call when they are used.
         """
-        if self._can_wait:
+        if self._can_wait and not self.is_awaited:
             await_values(self._params, partial(finish, self))
             self.is_awaited = True
 
@@ -299,13 +301,30 @@ class Return:
         ):
             if not self._room.is_home:
                 self._bring()
-        release(params)
+        if shown := release(params):
+            names = dict(zip(self._bucket.params, self._bucket.names, strict=True))
+            warn(_shown_early(self._communicator.rank, [names[p] for p in shown]))
 
     def drop(self) -> None:
         """Forget the values that are on their way."""
         self._works = []
         if self.is_awaited:
             release(self._params)
+
+
+def _shown_early(rank: int, names: Sequence[str]) -> str:
+    return explain(
+        rank,
+        "another tensor has got the memory of a parameter while its new values were on "
+        "their way, and showed old values until now.",
+        expected="uses of which torch tells, so that they wait: `other.data = "
+        "param.data`, `param.detach()`",
+        found="one of which it tells nobody, as `other.data = param`, "
+        "`other.set_(param)` and `torch.Tensor(param)`",
+        names=names,
+        remedy="name `param.data` there, or call sharded_step without "
+        "overlap_param_gather",
+    )
 
 
 def _write(places: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:

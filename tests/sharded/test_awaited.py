@@ -9,6 +9,8 @@ import pickle
 import sys
 import threading
 import time
+import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -129,6 +131,14 @@ READS = {
     "inside a list": lambda p: torch.stack([torch.zeros_like(p), p])[1],
     "keyword": lambda p: torch.add(input=p, other=0),
     "aten": lambda p: torch.ops.aten.add.Tensor(p, 0),
+    "parameter": nn.Parameter,
+    "constant": lambda p: nn.Parameter(p, requires_grad=False),
+    "buffer": nn.Buffer,
+    "as_tensor": torch.as_tensor,
+    "asarray": torch.asarray,
+    "queue": lambda p: pickle.loads(ForkingPickler.dumps(p)),
+    "copy": copy.copy,
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
     "deepcopy": copy.deepcopy,
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
     "save": pickled,
@@ -157,6 +167,44 @@ def test_a_read_waits(ctx, read):
         assert type(param) is nn.Parameter
         assert type(found) in (nn.Parameter, torch.Tensor)
     assert names
+
+
+@torch.no_grad()
+def as_data(param):
+    other = torch.empty(1)
+    other.data = param
+    return other
+
+
+UNSEEN = {  # uses of which torch tells nobody
+    "data": as_data,
+    "set_": torch.no_grad()(lambda p: torch.empty(0).set_(p)),
+    "constructor": torch.Tensor,
+    "typed constructor": torch.FloatTensor,
+    "new": lambda p: torch.empty(0).new(p),
+    "subclass": lambda p: p.as_subclass(torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("use", UNSEEN)
+@on_ranks(2)
+def test_who_gets_the_memory_unseen_is_told(ctx, use):
+    """Not at once, but at the next read: nothing of ours runs before."""
+    ddp, _, theirs = after_a_step(ctx)
+    awaited_names = awaited(ddp.module)
+    name = awaited_names[-1]
+    params = dict(ddp.module.named_parameters())
+    other = UNSEEN[use](params[name])
+    with pytest.warns(UserWarning, match="memory of a parameter while") as caught:
+        params[name].detach()
+    (text,) = [str(each.message) for each in caught]
+    assert text.startswith(f"[rank {ctx.rank}] ")
+    assert f"Parameters: {name}." in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each, param in params.items():
+            assert same(param.detach(), dict(theirs.named_parameters())[each].detach())
+    assert same(other.detach(), params[name].detach()), "the memory is the same"
 
 
 @pytest.mark.parametrize("whole", ["state_dict", "keep_vars", "copy", "call", "vector"])

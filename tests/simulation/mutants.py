@@ -304,6 +304,13 @@ MUTANTS = [
         "False:\n",
         "torchft_logical",
     ),
+    Mutant(
+        "a reset goes on with the trial of a layout that this rank was in",
+        "autotune/tuner.py",
+        "        self._trial = -1  # the number",
+        '        self._trial = getattr(self, "_trial", -1)  # the number',
+        "auto_reset",
+    ),
 ]
 
 

@@ -46,6 +46,7 @@ RUNS = {
     "logical_sharded": 10,
     "logical_sharded_reset": 6,
     "auto": 4,
+    "auto_reset": 3,
     "legal": 20,
     "mistake": 20,
     "leave_out": 10,
@@ -120,7 +121,7 @@ def test_the_faster_layout_stays_if_no_message_is_late(is_slow: bool) -> None:
     play = Play(train_by_auto, Tape(row=()), 2, plan)
     play.run()
     check_auto(play)
-    layout, _ = play.board["layout", plan.training.steps - 1, 0]
+    layout, _ = play.board["layout", 0, plan.training.steps - 1, 0]
     assert (len(layout) > 1) is is_slow
 
 

@@ -19,7 +19,13 @@ from tests.simulation.faults import Kind
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
-from .auto import check_auto, draw_auto, train_by_auto
+from .auto import (
+    check_auto,
+    check_auto_reset,
+    draw_auto,
+    draw_raising_auto,
+    train_by_auto,
+)
 from .hangs import check_reports, draw_busy, train_two
 from .logical import (
     check_logical,
@@ -72,6 +78,14 @@ SCENARIOS: dict[str, Scenario] = {
     "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
     "auto": Scenario(
         train_by_auto, draw_auto, check_auto, kinds=_FAULTS, seams=900, points=100
+    ),
+    "auto_reset": Scenario(
+        train_by_auto,
+        draw_raising_auto,
+        check_auto_reset,
+        kinds=_FAULTS,
+        seams=900,
+        points=100,
     ),
     "legal": Scenario(train_oddly, draw_legal, check_legal, kinds=_FAULTS),
     "mistake": Scenario(train_oddly, draw_mistake, check_mistake, kinds=_SLOW),

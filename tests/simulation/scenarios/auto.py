@@ -1,7 +1,8 @@
 """`bucket_cap_mb="auto"`: all ranks change to the same layout before the same step.
 
 Times are those of the simulated clock. So the tape decides which layout is the fastest,
-who is slow, and where a rank dies while layouts are tried.
+who is slow, and where a rank dies or raises while layouts are tried. After a `reset`
+the trials begin again, unless all ranks had the layout that stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings
 
-from .steps import train_step, wrapped
+from .plain import check_reset
+from .steps import Raises, train_step, train_with_resets, wrapped
 
 TRIED = NUM_TRIALS * STEPS  # in so many steps
 SAYS = 'bucket_cap_mb="auto"'
@@ -46,6 +48,31 @@ def draw_auto(tape: Tape) -> Auto:
     return Auto(settings, tape.choose(2) == 1)
 
 
+@dataclass(frozen=True)
+class RaisingAuto(Raises):
+    """A training that tries layouts, in which one rank raises once.
+
+    Attributes:
+        training, is_slow: As in `Auto`.
+    """
+
+    training: Settings
+    is_slow: bool
+
+
+def draw_raising_auto(tape: Tape) -> RaisingAuto:
+    """Draw a training, and a step about a change of layouts in which a rank raises.
+
+    Enough steps are left to try all layouts again.
+    """
+    drawn = draw_auto(tape)
+    change = first_of(drawn.training) + STEPS * tape.choose(NUM_TRIALS + 1)
+    step = max(0, change - 1 + tape.choose(3))
+    settings = replace(drawn.training, steps=step + TRIED + 5)
+    rank, place = tape.choose(2), tape.choose(4)
+    return RaisingAuto(settings, drawn.is_slow, rank=rank, step=step, place=place)
+
+
 def first_of(settings: Settings) -> int:
     """Return the first step that tries a layout: the order of gradients is known.
 
@@ -55,7 +82,11 @@ def first_of(settings: Settings) -> int:
 
 
 def train_by_auto(ctx: Rank) -> None:
-    """Construct, and train until the layout stays; keep the layout of each step."""
+    """Construct, and train until the layout stays; keep the layout of each step.
+
+    If a rank raises, all reset and go on; a layout is then kept under its turn, which
+    counts the resets before.
+    """
     settings: Settings = ctx.settings.training
     with ctx.step(-1):
         model, optimizer = wrapped(ctx, settings)
@@ -67,10 +98,18 @@ def train_by_auto(ctx: Rank) -> None:
 
     if ctx.settings.is_slow and ctx.rank == 0:
         model.module.first.weight.register_hook(take_time)
-    for step in range(settings.steps):
+
+    def train(step: int) -> None:
         train_step(ctx, model, optimizer, settings, step)
+        turn = sum(("step", ctx.rank, number) in ctx.board for number in (1, 2))
         stays = model.bucket_layout["rebuilt"]
-        ctx.board["layout", step, ctx.rank] = queue.layout.assignment, stays
+        ctx.board["layout", turn, step, ctx.rank] = queue.layout.assignment, stays
+
+    if isinstance(ctx.settings, Raises):
+        train_with_resets(ctx, model, optimizer, settings.steps, train, num_waits=4)
+        return
+    for step in range(settings.steps):
+        train(step)
 
 
 def check_auto(play: Play) -> None:
@@ -78,15 +117,12 @@ def check_auto(play: Play) -> None:
 
     Rank 0 says what it has chosen.
     """
-    said = [rank for rank, text in play.warned if text.startswith(SAYS)]
-    play.warned = [each for each in play.warned if not each[1].startswith(SAYS)]
+    said = _who_says(play)
     check_all(play)
-    if said not in ([], [0]):
-        raise Finding(f"ranks {said} tell of the choice")
     ranks, settings = len(play.scheduler.processes), play.settings.training
     before, first = None, first_of(settings)
     for step in range(settings.steps):
-        found = [play.board.get(("layout", step, rank)) for rank in range(ranks)]
+        found = [play.board.get(("layout", 0, step, rank)) for rank in range(ranks)]
         here = [each for each in found if each is not None]
         if any(each != here[0] for each in here):
             raise Finding(f"ranks have other layouts in step {step}: {here}")
@@ -98,3 +134,36 @@ def check_auto(play: Play) -> None:
         before = here[0][0] if here else before
     if is_harmless(play) and not said:
         raise Finding("nobody tells of the choice")
+
+
+def check_auto_reset(play: Play) -> None:
+    """Let ranks have the same layouts after a reset, too, and try all of them again."""
+    said = _who_says(play)
+    check_reset(play)
+    ranks, settings = len(play.scheduler.processes), play.settings.training
+    for turn in range(3):
+        layouts = [
+            [play.board.get(("layout", turn, step, rank)) for rank in range(ranks)]
+            for step in range(settings.steps)
+        ]
+        here = [[each for each in found if each is not None] for found in layouts]
+        for step, found in enumerate(here):
+            if any(each != found[0] for each in found):
+                raise Finding(f"ranks have other layouts in step {step}: {found}")
+        steps = [step for step, found in enumerate(here) if found]
+        if turn and steps and not here[steps[0]][0][1]:
+            first = steps[0] + first_of(settings)
+            for step in steps:
+                if here[step][0][1] is not (step >= first + TRIED):
+                    raise Finding(f"the layout of step {step} stays, or does not")
+    if is_harmless(play) and not said:
+        raise Finding("nobody tells of the choice")
+
+
+def _who_says(play: Play) -> list[int]:
+    """Return who tells which layout stays, and take that for no warning."""
+    said = [rank for rank, text in play.warned if text.startswith(SAYS)]
+    play.warned = [each for each in play.warned if not each[1].startswith(SAYS)]
+    if said not in ([], [0]):
+        raise Finding(f"ranks {said} tell of the choice")
+    return said
