@@ -184,7 +184,8 @@ class Job:
     """What the replicas of a run have in common, and have done."""
 
     lighthouse: Lighthouse
-    num_ready: int = 0  # how many managers there are
+    ready: set[int] = field(default_factory=set)  # ranks that have made a manager
+    gave_up: list[tuple[int, int]] = field(default_factory=list)  # and how many lived
     first_states: set[State] = field(default_factory=set)
     commits: list[Commit] = field(default_factory=list)
     # From which states each replica has computed gradients of each step.
@@ -248,16 +249,19 @@ class Trainer:
             for leaf in self.model.each_logical_rank():
                 self._turn(leaf)
         self._ctx.point("before a step")
-        if (
-            self._settings.skips == self.manager.current_step()
-            and not self._has_skipped
-        ):
-            self._has_skipped = True  # as after gradients that are not finite
-            return
-        self._optimizer.step()
+        if self._votes():
+            self._optimizer.step()
         if self.inner.before is not None:
             self._job.commits.append(self._commit(self.inner.before))
             self._job.tell()
+
+    def _votes(self) -> bool:
+        """Return whether the script goes on to the vote, and not to the next step."""
+        is_it = self.manager.current_step() == self._settings.skips
+        if not is_it or self._has_skipped:
+            return True
+        self._has_skipped = True  # as one that leaves out what is not finite
+        return False
 
     def _commit(self, before: State) -> Commit:
         manager, net = self.manager, self.net
@@ -296,7 +300,7 @@ def train_elastic(ctx: Rank) -> None:
     """Join when it is time, and train until all steps are committed."""
     settings, play = ctx.settings, ctx._play
     job = job_of(play)
-    c10d._world.default_pg = None
+    c10d._world.default_pg = None  # torchft needs none
     c10d._world.pg_map.clear()
     torch.manual_seed(SEED)
     number = _join(ctx, job, play.scheduler.processes)
@@ -304,7 +308,7 @@ def train_elastic(ctx: Rank) -> None:
         return
     with ctx.step(-1):
         trainer = Trainer(ctx, job, number)
-    job.num_ready += 1
+    job.ready.add(ctx.rank)
     job.tell()
     num_first = ctx.size - _num_late(settings, ctx.size)
     if ctx.rank < num_first:
@@ -322,6 +326,8 @@ def train_elastic(ctx: Rank) -> None:
                 raise
             trainer.model.reset()
         ctx.sleep(settings.pause)
+    living = [each for each in play.scheduler.processes if each.life is Life.LIVES]
+    job.gave_up.append((ctx.rank, sum(each.rank in job.ready for each in living)))
 
 
 def _num_late(settings: Elastic, size: int) -> int:
@@ -354,7 +360,7 @@ def _join(ctx: Rank, job: Job, processes: Sequence[Process]) -> int | None:
 def _wait_for_others(job: Job, first: Sequence[Process]) -> None:
     """Begin when all managers are there, or their replicas have died."""
     job.wait_until(
-        lambda: job.num_ready >= sum(each.life is Life.LIVES for each in first)
+        lambda: job.ready.issuperset(r.rank for r in first if r.life is Life.LIVES)
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from minidp.errors import CollectiveError
 from minidp.torchft.quorum import ATTEMPTS
-from tests.simulation.faults import InjectedError
+from tests.simulation.faults import LASTING, InjectedError
 from tests.simulation.play import Play
 from tests.simulation.scheduler import Death, Finding, Life
 from tests.simulation.training import Net, Settings
@@ -55,6 +55,7 @@ def check_elastic(play: Play) -> None:
     _check_words(play)
     _check_errors(play)
     _check_times(play)
+    _check_progress(play)
 
 
 def _check_average(job: Job, settings: Elastic, commit: Commit, where: str) -> None:
@@ -179,6 +180,16 @@ def _check_errors(play: Play) -> None:
             continue
         if is_untroubled(play) or not is_alone:
             raise Finding(f"rank {outcome.rank}, step {outcome.step}: {error!r}")
+
+
+def _check_progress(play: Play) -> None:
+    """Let no replica try in vain for long, if enough of them live and are heard."""
+    struck = [each.fault.kind for each in play.strikers if each.fault.has_struck]
+    if LASTING.intersection(struck) or job_of(play).lighthouse.cuts:
+        return
+    for rank, living in job_of(play).gave_up:
+        if living >= play.settings.limits.min_replica_size:
+            raise Finding(f"rank {rank} gave up, although {living} replicas lived")
 
 
 def _check_times(play: Play) -> None:
