@@ -119,6 +119,8 @@ def check_auto(play: Play) -> None:
     """
     said = _who_says(play)
     check_all(play)
+    if len(said) > 1:
+        raise Finding("rank 0 tells twice of its choice")
     ranks, settings = len(play.scheduler.processes), play.settings.training
     before, first = None, first_of(settings)
     for step in range(settings.steps):
@@ -164,6 +166,6 @@ def _who_says(play: Play) -> list[int]:
     """Return who tells which layout stays, and take that for no warning."""
     said = [rank for rank, text in play.warned if text.startswith(SAYS)]
     play.warned = [each for each in play.warned if not each[1].startswith(SAYS)]
-    if said not in ([], [0]):
+    if any(said):
         raise Finding(f"ranks {said} tell of the choice")
     return said
