@@ -4,7 +4,7 @@
     python -m tests.simulation.mutants "stale alarms"   only this one
 
 Each mutant replaces one text in a copy of `minidp/`, and lets simulated ranks look for
-it, for 60 seconds at most.
+it, for 60 seconds at most. Those of `torchft` need the extra of this name.
 
 Races and hangs that the git history has mended, and that no mutant here stands for,
 because simulation cannot reach them or nothing depends on them any more:
