@@ -46,7 +46,7 @@ from minidp.logical import (
 )
 from minidp.shared_memory import SharedBuffer
 
-from .quorum import ATTEMPTS, OverReplicas, Quorum, Sum
+from .quorum import ATTEMPTS, BUFFERS, OverReplicas, Quorum, Sum
 
 
 class Shares(NamedTuple):
@@ -133,9 +133,9 @@ class ReplicaRounds:
         after: Sequence[Tensor] | None = None
         for attempt in range(1, ATTEMPTS + 1):
             quorum.meet()
-            caught_up = not quorum.contributes
-            if caught_up:
-                before = _fitting(quorum.received_buffers, start.first_buffers)
+            caught_up = quorum.received is not None
+            if quorum.received is not None:
+                before = _fitting(quorum.received.get(BUFFERS), start.first_buffers)
             elif attempt == 1:
                 self._correct_buffers(start)
                 before = _copies(start.first_buffers)
