@@ -44,7 +44,7 @@ GradTable::GradTable(
     const py::tuple& callbacks)
     : params_(std::move(params)),
       marks_(std::move(marks)),
-      on_full_(callbacks[0]),
+      on_ready_(callbacks[0]),
       admit_(callbacks[1]) {
   grads_.resize(params_.size());
   codes_.resize(params_.size());
@@ -65,13 +65,13 @@ GradTable::GradTable(
 GradTable::~GradTable() {
   if (!Py_IsInitialized()) {
     marks_.release();
-    on_full_.release();
+    on_ready_.release();
     admit_.release();
     stamper_.release();
     return;
   }
   py::gil_scoped_acquire gil;
-  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &admit_, &stamper_}) {
+  for (py::object* each : {static_cast<py::object*>(&marks_), &on_ready_, &admit_, &stamper_}) {
     each->release().dec_ref();  // the members are destroyed without the GIL
   }
 }
@@ -131,7 +131,7 @@ void GradTable::fired(size_t i) {
     left = --num_left.at(bucket_of[i]);
   }
   if (left == 0) {
-    call_python(on_full_, bucket_of[i]);
+    call_python(on_ready_, bucket_of[i]);
   }
 }
 

@@ -2,7 +2,7 @@
 //
 // The twin of `GradTable` in minidp/core/grad_hooks.py, which is its specification. The hook
 // reacts to one kind of entry, UNSET, and writes gradients or COPIED; on any other it asks
-// Python (`admit`), as it does when a bucket is full (`on_full`). So what the other
+// Python (`admit`), as it does when a bucket is ready (`on_ready`). So what the other
 // marks mean, and every feature built on them, is Python's business.
 //
 // The GIL does not serialise hooks here: each device has a thread of its own, and on CPU
@@ -48,7 +48,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   static constexpr uint8_t kArrived = 255;  // grads[i] is the entry
 
   // marks: all values an entry can have besides a gradient or None; the hook knows
-  // `unset` and `copied`. callbacks: (on_full, admit); the hook records what `admit` returns True
+  // `unset` and `copied`. callbacks: (on_ready, admit); the hook records what `admit` returns True
   // for.
   GradTable(
       std::vector<at::Tensor> params,
@@ -127,7 +127,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   std::vector<std::vector<size_t>> members_;  // per bucket
   std::vector<std::vector<c10::Stream>> streams_;  // per bucket
   py::tuple marks_;
-  py::object on_full_;
+  py::object on_ready_;
   py::object admit_;
   py::object stamper_;  // null: the clock is read here
   std::shared_ptr<Arrived> arrived_;

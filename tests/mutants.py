@@ -233,8 +233,8 @@ MUTANTS = [
     ),
     Mutant(
         "C++: the hook takes a bucket for full one gradient early",
-        "  if (left == 0) {\n    call_python(on_full_",
-        "  if (left <= 1) {\n    call_python(on_full_",
+        "  if (left == 0) {\n    call_python(on_ready_",
+        "  if (left <= 1) {\n    call_python(on_ready_",
         native=True,
     ),
     Mutant(

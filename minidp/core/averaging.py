@@ -63,7 +63,9 @@ class Averaging:
         self._communicator = communicator
         self._is_batched = batched
         self.device = device  # of the gradients
-        self.leaves: int | None = None  # how many logical ranks there are, if any
+        # How many logical ranks there are, if any: they are the leaves of the tree by
+        # which `minidp.logical` adds their gradients.
+        self.leaves: int | None = None
         self.items: ItemCounts | None = None  # with average_over="items"
         # How many ranks to average over, if not all: in `join()` some may be without
         # inputs, and with torchft some replicas take no part.
@@ -92,7 +94,10 @@ class Averaging:
 
     @property
     def seat(self) -> tuple[int, int]:
-        """The place of this rank among those that average, and their number."""
+        """The place of this rank among those that average, and their number.
+
+        With torchft these are the replicas of the last quorum.
+        """
         return self._communicator.rank, self._communicator.size
 
     def begin(self) -> None:
@@ -169,7 +174,7 @@ class Averaging:
         """Return how the shared buffer of a bucket looks, and how it is added up."""
         return BufferShape(plan.numel, plan.dtype, self.order)
 
-    def complete(self, plan: BucketPlan, views: Sequence[torch.Tensor]) -> None:
+    def add_earlier_sums(self, plan: BucketPlan, views: Sequence[torch.Tensor]) -> None:
         """Add to a full bucket, before it is launched, what this rank has beside it.
 
         Here there is nothing. Logical ranks have the sums of those that came before.

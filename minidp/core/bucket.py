@@ -43,7 +43,7 @@ class BucketState(Enum):
 
     FILLING = "filling"  # gradients are to come
     FULL = "full"  # flattened; the buckets before it are to be launched first
-    IN_FLIGHT = "in flight"  # the collective is enqueued, nobody has waited for it
+    IN_FLIGHT = "in flight"  # its launch has begun; `work` is None if that raised
     REDUCED = "reduced"  # averages are in the payload, not yet in ``.grad``
     __hash__ = object.__hash__  # Enum's is a Python function: slow
 
@@ -108,8 +108,10 @@ class Bucket(ABC):
         self.position = {i: k for k, i in enumerate(plan.indices)}
         self.views: list[Tensor] = []  # one per slot; none if sparse
         self.native: Any | None = None  # the extension's copies, where it has them
-        # Slots that hooks in C++ fill, or the reducer for them if `native` is None.
-        self.copied_by_hook: list[int] = []
+        # With hooks in C++: the slots that are copied as soon as their gradient comes.
+        # The hook does it or, if `native` is None, the reducer (`left_to_reducer` in
+        # `PendingGrads`).
+        self.copied_at_once: list[int] = []
         self.state = BucketState.FILLING
         has_streams = accelerator.has_streams(plan.device)
         self.streams = accelerator.BucketStreams(plan.device) if has_streams else None
@@ -135,8 +137,9 @@ class Bucket(ABC):
     ) -> None:
         """Bring every gradient into the payload, divided, and enter FULL.
 
-        The event `Moment.FULL` comes before it: the last gradient is here then, and the
-        state says that the payload is complete, too.
+        The event `Moment.FULL`, which is older than the words of this project, comes
+        before it: the bucket is ready then. The state FULL says that the payload is
+        complete, too.
 
         On a device the current stream waits for those that have written the gradients.
 
@@ -199,11 +202,11 @@ class Bucket(ABC):
             done = partial(self.observers.on_bucket_event, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
 
-    def complete(self) -> None:  # noqa: B027 -- the usual buckets are
+    def bring_the_rest(self) -> None:  # noqa: B027 -- usual buckets have all
         """Bring to the payload of a full bucket what is not there yet.
 
-        Buckets of a feature may leave some gradients where they are, until they need
-        them.
+        The bucket of a divided step leaves its owner's gradients where they are, until
+        it needs them.
         """
 
     def on_stream(self) -> AbstractContextManager[object]:

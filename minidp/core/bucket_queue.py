@@ -66,7 +66,9 @@ class BucketQueue:
         self._untold: list[Observer] = []
         # Parameters whose ``.grad`` the last `finish` did not write.
         self.untouched: Collection[int] = ()
-        self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
+        # What buffer hooks have returned (`_register_buffer_comm_hook`). `finish` waits
+        # for these.
+        self.buffer_hook_futures: list[torch.futures.Future[Any]] = []
         common = (len(params), specs[0].device, communicator)
         self.used_map = UsedMap("the used-map", *common)
         reach, present = "the map of reached parameters", "the map of present gradients"
@@ -80,7 +82,9 @@ class BucketQueue:
         self.next = 0  # the bucket to launch next
         self.home = HomeStreams(dict.fromkeys(spec.device for spec in specs))
         self.grad_store = GradStore()
-        self._summing: list[Any] = []  # works that go on only while somebody asks
+        # Sums in shared memory: no thread of their own adds, so `launch_due` asks them,
+        # and each time they go on a little (`SharedWork.needs_asking`).
+        self._summing: list[Any] = []
         self.buckets: list[Bucket] = []
         # A feature may replace these two before `adopt`.
         self.arrange: Callable[[Layout], Layout] = _as_it_is
@@ -157,7 +161,9 @@ class BucketQueue:
     def _launch(self, bucket: Bucket) -> None:
         self._tell_launching()
         with bucket.on_stream():  # after the kernels that filled it
-            self.averaging.complete(bucket.plan, bucket.views or [bucket.payload])
+            self.averaging.add_earlier_sums(
+                bucket.plan, bucket.views or [bucket.payload]
+            )
             if self.checks_finite:
                 self._check_finite(bucket, BEFORE)
         rest = range(bucket.plan.number + 1, len(self.buckets))
@@ -178,7 +184,7 @@ class BucketQueue:
 
         Skipped buckets and ``untouched`` parameters keep their ``.grad``. Observers
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
-        (`finished`). Then it waits for the futures that a comm hook owes.
+        (`finished`). Then it waits for the futures of buffer hooks.
         """
         self.untouched = untouched
         observers = self.observers.everybody
@@ -195,9 +201,9 @@ class BucketQueue:
         for observer in observers:
             observer.finished()
         self._summing.clear()
-        owed, self.owed = self.owed, []
-        for future in owed:
-            with self.communicator.watching("waiting for what a hook owes"):
+        futures, self.buffer_hook_futures = self.buffer_hook_futures, []
+        for future in futures:
+            with self.communicator.watching("waiting for a buffer hook's future"):
                 comm.wait_for(comm.FutureWork(future))
 
     def _meet_failed_hooks(self) -> None:
@@ -219,10 +225,11 @@ class BucketQueue:
         slots = bucket.position.items() if untouched else ()
         untouched_slots = [k for i, k in slots if i in untouched]
         sees_sums = self.averaging.sees_sums  # so that they must be in the buffer
-        if bucket.shared is not None and sees_sums:
+        if bucket.shared is not None:
             bucket.shared.into = None
-        elif not untouched_slots and isinstance(bucket, DenseBucket) and bucket.shared:
-            bucket.offer_grads(bucket.shared)
+            may_offer = not sees_sums and not untouched_slots
+            if may_offer and isinstance(bucket, DenseBucket):
+                bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if sees_sums:
             self.averaging.arrived(bucket.plan, bucket.payload)
@@ -231,7 +238,7 @@ class BucketQueue:
         bucket.copy_out(untouched_slots)
 
     def _check_finite(self, bucket: Bucket, when: str) -> None:
-        bucket.complete()
+        bucket.bring_the_rest()
         parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
         rank, step = self.communicator.rank, self.ledger.finalized
         refuse_nonfinite(bucket.payload, parts, rank, step, when)
@@ -302,15 +309,15 @@ class BucketQueue:
     def reset(self, group: ProcessGroup) -> None:
         """Move to a process group, for which the caller adopts new buckets.
 
-        Collectives that are in flight, and futures that a comm hook owes, are dropped
-        without waiting. A comm hook whose state is the old group gets the new one.
+        Collectives that are in flight, and futures of buffer hooks, are dropped without
+        waiting. A comm hook whose state is the old group gets the new one.
         """
         hook = self.averaging.comm_hook
         if hook is not None:
             hook.replace_group(self.communicator.group, group)
         self.communicator.reset(group)
         self.next = 0
-        self.owed = []
+        self.buffer_hook_futures = []
         self.skipped = ()
         for each in self.exchanges:
             each.drop()

@@ -62,7 +62,7 @@ class DenseBucket(Bucket):
         self._made: accelerator.After | None = None
         if not self._is_lazy:
             self._allocate()
-            self.copied_by_hook = self._to_copy_at_once()
+            self.copied_at_once = self._to_copy_at_once()
         # Of .grad that is to be restored if it turns out to be unused: the slots, which
         # are neighbours, and their values.
         self._saved: list[tuple[range, Tensor]] = []
@@ -96,9 +96,9 @@ class DenseBucket(Bucket):
             self.native = extension.Slots(mine, views, values, as_view=as_view)
 
     def _to_copy_at_once(self) -> list[int]:
-        """Return the slots that hooks in C++ fill, or let the reducer fill, at once.
+        """Return the slots that are copied when their gradient comes, with C++ hooks.
 
-        On a device these are those that hooks in Python fill, too.
+        On a device these are those that hooks in Python copy at once, too.
         """
         if self._values.is_cpu:
             return [] if self.native is None else [*range(len(self.params))]
@@ -192,7 +192,7 @@ class DenseBucket(Bucket):
         if not (native and native.flatten(entries, factors.pre)):
             self._copy_in_python(tuple(entries), factors.pre, undecided)
         if factors.post != 1:
-            self.complete()
+            self.bring_the_rest()
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}

@@ -59,8 +59,8 @@ class Exchange:
         uses_forward_group: bool = False,
     ) -> None:
         self._part, self._by_rank = part, by_rank
-        # Returns the group through which the sum travels, if it is another one than the
-        # communicator's, which it gets.
+        # Maps the communicator's group to the one through which the sum travels; None:
+        # that is the communicator's.
         self.way: Callable[[ProcessGroup], ProcessGroup] | None = None
         self.uses_forward_group = uses_forward_group
         self.is_open = False  # started, and its owner has not read it yet

@@ -58,7 +58,7 @@ class Owner(Protocol):
     def admit(self, i: int) -> bool:
         """Return whether the hook of parameter ``i`` shall record its gradient."""
 
-    def on_full(self, number: int, entries: Sequence[Entry]) -> None:
+    def on_bucket_ready(self, number: int, entries: Sequence[Entry]) -> None:
         """Flatten and launch bucket ``number``, whose gradients are all there."""
 
 
@@ -206,9 +206,11 @@ def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
         reducer.pending.mark_ready(i)
         return False
 
-    on_full = untraced(lambda number: reducer.pending.mark_bucket_ready(number))
+    on_ready = untraced(lambda number: reducer.pending.mark_bucket_ready(number))
     unset, copied = GradState.UNSET, GradState.COPIED
-    table = library.GradTable(params, tuple(GradState), unset, copied, (on_full, admit))
+    table = library.GradTable(
+        params, tuple(GradState), unset, copied, (on_ready, admit)
+    )
     table.entries[:] = [GradState.CLOSED] * len(params)
     return table
 
@@ -256,7 +258,7 @@ class PendingGrads:
 
     def _copy_at_once(self, bucket: Bucket) -> None:
         """Let hooks in C++ copy what of a bucket is not to wait for the rest of it."""
-        slots = [(k, bucket.plan.indices[k]) for k in bucket.copied_by_hook]
+        slots = [(k, bucket.plan.indices[k]) for k in bucket.copied_at_once]
         if bucket.native is None:
             self.left_to_reducer += [i for _, i in slots]
             return
@@ -371,10 +373,10 @@ class PendingGrads:
                 streams.update(self.native.take_streams(number))
 
     def mark_bucket_ready(self, number: int) -> None:
-        """Give a full bucket to the reducer, with the streams of C++ hooks."""
+        """Give a ready bucket to the reducer, with the streams of C++ hooks."""
         if self.native is not None and self._has_streams:
             self.written_on[number].update(self.native.take_streams(number))
-        self.reducer.on_full(number, self.table.gather(number))
+        self.reducer.on_bucket_ready(number, self.table.gather(number))
 
     def reread(self, indices: Sequence[int]) -> Sequence[Entry]:
         """Record again, and return, what parameters have in ``.grad`` now."""

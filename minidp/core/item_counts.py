@@ -147,7 +147,8 @@ class ItemCounts(Observer):
         # What reduced gradients are multiplied by: a tensor if only the device knows.
         self.scale: float | Tensor = 1.0
         self._step = _Step()
-        # Averages were written to .grad, and no backward has begun since.
+        # Averages are in .grad, or about to be written there, and no backward has begun
+        # since.
         self.holds_averages = False
         # What the ranks said for the last reduction: a float64 tensor of the shape
         # (ranks, 3), on the device.

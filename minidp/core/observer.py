@@ -6,8 +6,8 @@ the divisor depends on it. These are the moments of a reduction, in order, and t
 methods that call::
 
     begins      the first gradient of a backward is here, and     Reducer._open
-                the phase is REDUCING; divisor, comm hook and
-                entries are still those of the last backward
+                the phase is REDUCING; divisor and comm hook are
+                still those of the last backward, all entries CLOSED
     launching   the first bucket is about to be launched          BucketQueue.launch_due
     finishing   the backward is over: all buckets are launched,   BucketQueue.finish
                 and none was waited for
@@ -18,7 +18,8 @@ methods that call::
 
 `sync_gradients()`, and a rank without inputs inside `join()`, reduce without a backward
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
-`BucketQueue.reset` calls `abandon`, also if nothing has failed.
+`BucketQueue.reset` calls `abandon`, also if nothing has failed. An observer that leaves
+during a reduction still gets the calls of that one.
 
 Two calls are about backwards that do not reduce. `added_locally` tells of each gradient
 that comes while no reduction is open; its hook makes the call (`Reducer.admit`).
@@ -42,6 +43,7 @@ StepInBackward          data_parallel     reduced, finished
 ShardedStep             sharded           begins, added_locally, launching, finishing,
                                           finished, abandon
 EarlySteps              sharded           reduced, finished, abandon
+LogicalRanks            logical           begins, added_locally, finished, abandon
 AutotunePolicy          autotune          finished: counts backwards between trials
 LocalActs               guard             added_locally, ended_without_gradients,
                                           finished, abandon
@@ -51,7 +53,7 @@ ReplicaCheck            replica           begins: posts by the store that this r
                                           come; finished, where a comparison is due
 _PlantedOptimizers      torch_compat      reduced, finished
 LogsUnused              torch_compat      finished
-_ByContributors         torchft           finished; it is the reducer's `Averaging`, too
+_Commits                torchft           finished
 Stopwatch, SpeedWatch   overlap, speed    on_bucket_event, on_step_event
 RecorderObserver        core              begins, on_bucket_event
 ======================  ================  ==============================================
@@ -140,7 +142,10 @@ class Observer:
         """
 
     def abandon(self) -> None:
-        """Forget the reduction that runs, without waiting for other ranks."""
+        """Forget the reduction that runs, if one does, without waiting for others.
+
+        Every `reset()` calls it.
+        """
 
     def on_bucket_event(self, moment: Moment, index: int) -> None:
         """Note an event of a bucket or of one gradient, on any thread.
@@ -170,6 +175,7 @@ class Observers:
     """The observers of one reducer, in order, and who of them is told what."""
 
     def __init__(self) -> None:
+        self._witness: Observer | None = None
         self._set(())
 
     def _set(self, everybody: tuple[Observer, ...]) -> None:
@@ -177,6 +183,8 @@ class Observers:
         self.everybody = everybody
         self._timed = [each for each in everybody if each.sees_times]
         self.of_local_grads = [each for each in everybody if each.sees_local_grads]
+        if self._witness is not None:
+            self.of_local_grads = [self._witness]
         self._of_gradients = [each for each in self._timed if each.sees_gradients]
         self.is_timed = bool(self._timed)  # somebody `sees_times`
         self.sees_gradients = bool(self._of_gradients)
@@ -191,10 +199,12 @@ class Observers:
 
     def tell_only(self, witness: Observer) -> None:
         """Tell one observer alone of local gradients, until `tell_all`."""
-        self.of_local_grads = [witness]
+        self._witness = witness
+        self._set(self.everybody)
 
     def tell_all(self) -> None:
         """Tell all observers again of local gradients that `sees_local_grads`."""
+        self._witness = None
         self._set(self.everybody)
 
     def on_bucket_event(self, moment: Moment, index: int, *_future: object) -> None:

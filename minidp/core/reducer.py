@@ -5,14 +5,14 @@
     arm              a synchronising forward ended                      data_parallel
     admit            a gradient that no hook may record by itself: the  grad hook
                      first of a backward, a local one, a second one ...
-    on_full          flatten a bucket, launch full ones in index order  grad hook
+    on_bucket_ready  flatten a bucket, launch full ones in index order  grad hook
     on_backward_end  the backward ended: complete it, or enter PAUSED   end of task
     _finalize        wait, copy out, close                              end of task
 
-`on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
-at the outputs of the forward, or the first hook, queues `on_backward_end`: it finds a
-backward that ends although buckets are missing, and else does nothing. The phases are
-drawn in `phase`.
+`on_bucket_ready` queues `_finalize` with the last bucket, where torch queues its own. A
+probe at the outputs of the forward, or the first hook, queues `on_backward_end`: it
+finds a backward that ends although buckets are missing, and else does nothing. The
+phases are drawn in `phase`.
 """
 
 from __future__ import annotations
@@ -312,8 +312,8 @@ class Reducer:
         pending.mark_ready(i, is_external=queue.grad_store.is_external)
 
     @_failing
-    def on_full(self, number: int, entries: Sequence[Entry]) -> None:
-        """Flatten a bucket that is full, and launch the buckets whose turn has come.
+    def on_bucket_ready(self, number: int, entries: Sequence[Entry]) -> None:
+        """Flatten a bucket that is ready, and launch the buckets whose turn has come.
 
         After the last bucket a shared used-map is launched, and `_finalize` is queued
         for the end of the backward (or called, with `Mode.finishes_at_once`).
@@ -379,7 +379,7 @@ class Reducer:
                 self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
                 for bucket in self.queue.buckets:  # .grad may be changed meanwhile
-                    bucket.complete()
+                    bucket.bring_the_rest()
 
     def _fill_in_missing(self) -> None:
         """Contribute ``.grad``, or zeros, for each missing gradient.
@@ -562,8 +562,9 @@ class Reducer:
     def _leave(self) -> None:
         """Count the reduction, and return to IDLE."""
         self.phase.enter(Phase.IDLE)
-        # Last: a rank that counts as one backward further is not in this one, and
-        # threads that ask for this rank's progress read the count before the phase.
+        # The phase first, and the count last. A thread that asks for this rank's
+        # progress reads them in the other order. So it may see the old count with IDLE,
+        # but never the new one with FINALIZING, as if this rank were in the next one.
         self.ledger.count_backward()
 
     # -- failure -----------------------------------------------------------------------

@@ -142,7 +142,7 @@ class TreeAveraging(Averaging):
         """Let go of all sums that were started."""
         self._started.clear()
 
-    def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+    def add_earlier_sums(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
         """Add the sums of this rank's other logical ranks to a full bucket.
 
         Raises:

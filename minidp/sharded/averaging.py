@@ -67,7 +67,7 @@ class ShardedAveraging(Averaging):
         super().begin()
         self.wait_description = "waiting for the gradients of this rank's share"
 
-    def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+    def add_earlier_sums(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
         """Refuse gradients that have a graph of their own.
 
         Raises:

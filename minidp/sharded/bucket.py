@@ -76,8 +76,8 @@ class ShardedBucket(DenseBucket):
         owners: Who owns which parameter.
         plan: The slots, sorted by owner.
         more: The other arguments of `DenseBucket`.
-        adds_sums: Whether this rank adds something to a full bucket (`complete` of
-            `Averaging`), so that own gradients must be there, too.
+        adds_sums: Whether this rank adds something to a full bucket (`add_earlier_sums`
+            of `Averaging`), so that own gradients must be there, too.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ShardedBucket(DenseBucket):
             return
         self._is_divided = True
         self.native.divide(self.own.start, self.own.stop)
-        self.copied_by_hook = self.foreign
+        self.copied_at_once = self.foreign
 
     def stretches(self, stepper: int | None = None) -> list[Stretch]:
         """Return what each rank owns, of one optimizer or of all (`Owners`)."""
@@ -113,7 +113,7 @@ class ShardedBucket(DenseBucket):
         """Copy gradients to the buffer; see `Bucket`."""
         super().copy_in(*arguments, **options)
         if self._adds_sums:
-            self.complete()
+            self.bring_the_rest()
 
     def values(self, stretch: Stretch) -> list[Tensor]:
         """Return what a stretch has: parameters."""
@@ -151,7 +151,7 @@ class ShardedBucket(DenseBucket):
                 )
             )
 
-    def complete(self) -> None:
+    def bring_the_rest(self) -> None:
         """Bring own gradients to the buffer, too."""
         if self.native is not None:
             self.native.complete()
@@ -159,7 +159,7 @@ class ShardedBucket(DenseBucket):
     def wait(self, doing: str) -> None:
         """Wait for the sums of this rank's share; see `Bucket`."""
         if self.shared is not None and self.shared.into is None:
-            self.complete()
+            self.bring_the_rest()
         super().wait(doing)
 
     def _averaged_part(self) -> Tensor:

@@ -55,13 +55,13 @@ class ShardedTreeAveraging(ShardedAveraging):
         """By what the sum over all logical ranks is multiplied."""
         return self._tree.scale
 
-    def complete(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
+    def add_earlier_sums(self, plan: BucketPlan, views: Sequence[Tensor]) -> None:
         """Add the sums of this rank's other logical ranks to a full bucket.
 
         Raises:
             GradientError: Gradients have a graph of their own (``create_graph=True``).
         """
-        self._tree.complete(plan, views)
+        self._tree.add_earlier_sums(plan, views)
 
     def reduce(  # noqa: D102
         self, plan: BucketPlan, payload: Tensor, shared: SharedBuffer | None

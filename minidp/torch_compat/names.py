@@ -161,7 +161,7 @@ class TorchNames:
         def run(buffers: dict[str, torch.Tensor]) -> None:
             futures = hook(state, buffers)
             if futures is not None:
-                queue.owed.extend(futures)
+                queue.buffer_hook_futures.extend(futures)
 
         is_late = comm_hook_location is _BufferCommHookLocation.POST_FORWARD
         self._replication.late_buffer_hook = run if is_late else None

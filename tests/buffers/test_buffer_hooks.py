@@ -57,12 +57,12 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     awaited = []
 
     def owe(future):
-        ddp._reducer.queue.owed.append(future)
+        ddp._reducer.queue.buffer_hook_futures.append(future)
 
     failed = torch.futures.Future()
     failed.set_exception(ValueError("no"))
     owe(failed)
-    with pytest.raises(RuntimeError, match="waiting for what a hook owes"):
+    with pytest.raises(RuntimeError, match="waiting for a buffer hook's future"):
         ddp(x_of(ctx)).backward()
     ddp.reset()
     ddp.zero_grad()
@@ -70,7 +70,7 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
         owe(done(number).then(lambda future: awaited.append(future.value())))
     ddp.step_in_backward(optimizer, clip_grad_norm=0.25)
     ddp(x_of(ctx)).backward()
-    assert len(ddp._reducer.queue.owed) == 0
+    assert len(ddp._reducer.queue.buffer_hook_futures) == 0
     owe(torch.futures.Future())
     ddp._update_process_group(ctx.group)  # what was owed is forgotten
     ddp(x_of(ctx)).backward()

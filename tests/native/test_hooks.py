@@ -29,14 +29,14 @@ def make_params(count=NUM_PARAMS):
     return [torch.nn.Parameter(torch.tensor(float(i))) for i in range(count)]
 
 
-def native_arrivals(library, params, *, on_full=None, admit=None):
+def native_arrivals(library, params, *, on_ready=None, admit=None):
     """Open, one bucket."""
     made = library.GradTable(
         params,
         tuple(GradState),
         GradState.UNSET,
         GradState.COPIED,
-        (on_full or (lambda bucket: None), admit or (lambda i: None)),
+        (on_ready or (lambda bucket: None), admit or (lambda i: None)),
     )
     made.adopt([range(len(params))])
     made.entries[:] = [GradState.UNSET] * len(params)
@@ -72,7 +72,7 @@ class World:
         self.params = make_params()
         self.log = []
         reducer = SimpleNamespace(
-            on_full=self._on_full,
+            on_bucket_ready=self._on_ready,
             admit=self._admit,
             queue=SimpleNamespace(copy_now=lambda i, grad: grad),
         )
@@ -84,7 +84,7 @@ class World:
         assert isinstance(self.arrivals, GradTable) == (library is None)
         self.arrivals.adopt(MEMBERS)
 
-    def _on_full(self, bucket, entries):
+    def _on_ready(self, bucket, entries):
         self.log.append(("full", bucket, self.read(entries)))
 
     def _admit(self, i):
@@ -267,7 +267,7 @@ def explode(_index):
     raise Boom("with these words", code=17)
 
 
-@pytest.mark.parametrize("name", ["on_full", "admit"])
+@pytest.mark.parametrize("name", ["on_ready", "admit"])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_exceptions_arrive_whole(library, name, in_thread):
     params = make_params(1)
@@ -295,7 +295,7 @@ def test_exceptions_arrive_whole(library, name, in_thread):
 
         # And the hook goes on as before.
         arrivals.entries[0] = None
-        if name == "on_full":
+        if name == "on_ready":
             (params[0] * 2).backward()
 
 
@@ -323,7 +323,7 @@ def test_a_backward_in_another_thread(library):
     params = make_params()
     threads = []
     arrivals = native_arrivals(
-        library, params, on_full=lambda b: threads.append(threading.current_thread())
+        library, params, on_ready=lambda b: threads.append(threading.current_thread())
     )
 
     def run():
@@ -402,12 +402,12 @@ def make_watched(library, *, as_view=True):
     buffer = torch.zeros(60)
     views = list(buffer.view(3, 20).unbind())
     slots = library.Slots(params, views, buffer, as_view=as_view)
-    on_full, admit = Callback(), Callback()
-    arrivals = native_arrivals(library, params, on_full=on_full, admit=admit)
+    on_ready, admit = Callback(), Callback()
+    arrivals = native_arrivals(library, params, on_ready=on_ready, admit=admit)
     for k in range(2):
         arrivals.copy_at_once(k, slots, k)
     hooks = arrivals.attach()
-    things = [*params, buffer, *views, on_full, admit]
+    things = [*params, buffer, *views, on_ready, admit]
     refs = [weakref.ref(thing) for thing in things]
     held = SimpleNamespace(
         params=params, arrivals=arrivals, hooks=hooks, slots=slots, views=views
