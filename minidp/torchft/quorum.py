@@ -471,7 +471,7 @@ class Quorum:
             return
         place, size = self.place
         message = torch.zeros(2, size, dtype=torch.int64, device=self.device)
-        message[:, place] = torch.tensor([mine, step])
+        message[:, place] = torch.tensor([mine, step], device=self.device)
         if not self.add_up(message):
             return
         numbers, steps = message.tolist()

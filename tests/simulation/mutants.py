@@ -293,7 +293,7 @@ MUTANTS = [
     Mutant(
         "a replica that joins believes its own buffers",
         "torchft/logical.py",
-        "before = _fitting(quorum.received_buffers, start.first_buffers)\n",
+        "before = _fitting(quorum.received.get(BUFFERS), start.first_buffers)\n",
         "before = _copies(start.first_buffers)\n",
         "torchft_logical",
     ),
