@@ -10,7 +10,7 @@ are not if a quorum has left out a replica that lives, and both have gone on::
 When such replicas meet at the same step, an average of their gradients would be of no
 one's parameters. So each replica has a number that tells in which quorum each of its
 steps was committed. Whenever the quorum has changed, the replicas compare these
-numbers, in one message of eight bytes per replica. If they differ, nobody commits this
+numbers, in one message of 16 bytes per replica. If they differ, nobody commits this
 step, and all replicas but the largest part with a common history take the state of one
 of that part.
 """

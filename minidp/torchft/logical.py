@@ -46,7 +46,7 @@ from minidp.logical import (
 )
 from minidp.shared_memory import SharedBuffer
 
-from .quorum import ATTEMPTS, OverReplicas, Quorum, Sum
+from .quorum import ATTEMPTS, BUFFERS, OverReplicas, Quorum, Sum
 
 
 class Shares(NamedTuple):
@@ -96,7 +96,7 @@ class LastStep(NamedTuple):
 
     step: int
     caught_up: bool  # this replica has received the state of another one
-    before: Sequence[Tensor]  # with which the step began
+    before: Sequence[Tensor] | None  # with which the step began; None: as received
     after: Sequence[Tensor] | None  # which it left; None if its reduction has failed
 
 
@@ -105,8 +105,8 @@ class ReplicaRounds:
 
     Forwards change module buffers. So a step that was not committed begins with those
     that it had before. And a replica that joins receives a state with the buffers that
-    its source has right then, in the middle of a step. So it also receives those with
-    which the step began, and those which it has left.
+    its source has right then, in the middle of a step. So those with which the step
+    began are a part of the state, too, and those which it has left are a message.
 
     Args:
         quorum: Who is there.
@@ -117,12 +117,9 @@ class ReplicaRounds:
         self._quorum = quorum
         self._logical: LogicalRanks = weakref.proxy(logical)
         self.shares = Shares([], [], logical.options.number)  # of the present round
-        self._first = 0  # the first contributor of this round
-        self._has_joining = False  # some replica does not contribute
         self._has_common_buffers = True
-        # This replica has joined, and has not received the buffers of the step's begin.
-        self._lacks_buffers = False
         self._last: LastStep | None = None
+        quorum.buffers_at = self._buffers_at
 
     def of_step(
         self, step: int | None, partial: PartialSums, start: Start
@@ -132,15 +129,18 @@ class ReplicaRounds:
         After three of them the step is given up: the manager will not commit it.
         """
         quorum, logical = self._quorum, self._logical
-        before: Sequence[Tensor] = ()
+        before: Sequence[Tensor] | None = None
         after: Sequence[Tensor] | None = None
         for attempt in range(1, ATTEMPTS + 1):
             quorum.meet()
-            if attempt == 1:
+            caught_up = quorum.received is not None
+            if quorum.received is not None:
+                before = _fitting(quorum.received.get(BUFFERS), start.first_buffers)
+            elif attempt == 1:
                 self._correct_buffers(start)
-                before = [value.clone() for value in start.first_buffers]
+                before = _copies(start.first_buffers)
+            self._last = LastStep(quorum.step_now, caught_up, before, None)
             if self._agree(partial, start):
-                before = self._buffers_before(start)
                 now = quorum.step_now if step is None else step
                 yield Round(self._turns or [0], logical.options.seed, now)
                 after = self._buffers_after(start)
@@ -150,21 +150,30 @@ class ReplicaRounds:
             if quorum.begin_again():  # the state of another replica was loaded
                 partial.kept = []
                 start.note_state()
-                start.begin_with(before)
-        now, caught_up = quorum.step_now, not quorum.contributes
-        after = None if quorum.has_failed else after
-        self._last = LastStep(now, caught_up, before, after)
+                if before is None:
+                    before = _copies(start.first_buffers)
+                else:
+                    start.begin_with(before)
+        if not quorum.has_failed:
+            self._last = LastStep(quorum.step_now, caught_up, before, after)
+
+    def _buffers_at(self, step: int) -> Sequence[Tensor] | None:
+        """Return the module buffers with which a step begins, None if as they are.
+
+        Any thread may call this.
+        """
+        last = self._last
+        if last is None:
+            return None
+        if step == last.step:  # it was not committed
+            return last.before
+        return last.after if last.caught_up and step == last.step + 1 else None
 
     def _correct_buffers(self, start: Start) -> None:
         """Let module buffers be those of the last committed step."""
-        last = self._last
-        if last is None or not self._quorum.contributes:
-            return
-        now = self._quorum.step_now
-        if now == last.step:  # it was not committed
-            start.begin_with(last.before)
-        elif now == last.step + 1 and last.caught_up and last.after is not None:
-            start.begin_with(last.after)
+        found = self._buffers_at(self._quorum.step_now)
+        if found is not None:
+            start.begin_with(found)
 
     @property
     def _turns(self) -> list[int]:
@@ -180,10 +189,9 @@ class ReplicaRounds:
         place, size = quorum.place
         # Row r tells of replica r whether it contributes, its seed, how long a message
         # with its buffers is, and for each logical rank with which a sum begins that it
-        # holds, the level of that sum's node, plus 1. One that lacks buffers
-        # contributes only if all of them do: it sends 1 and not 2.
+        # holds, the level of that sum's node, plus 1.
         table = torch.zeros(size, 3 + leaves, dtype=torch.int64, device=quorum.device)
-        table[place, 0] = quorum.contributes * (1 if self._lacks_buffers else 2)
+        table[place, 0] = quorum.contributes
         table[place, 1] = logical.options.seed
         table[place, 2] = sum(map(_words, start.first_buffers))
         for node, _ in partial.kept:
@@ -191,15 +199,13 @@ class ReplicaRounds:
         if not quorum.add_up(table):
             return False
         rows = table.tolist()
-        best = max(row[0] for row in rows)
-        if best == 0:
+        contributes = [bool(row[0]) for row in rows]
+        if not any(contributes):
             quorum.give_up("no replica contributes to this step")
             return False
-        contributes = [row[0] == best for row in rows]
-        self._first = contributes.index(True)
-        self._has_joining = False in contributes
+        seed = int(rows[contributes.index(True)][1])
         self._has_common_buffers = len({row[2] for row in rows}) == 1
-        logical.options = replace(logical.options, seed=int(rows[self._first][1]))
+        logical.options = replace(logical.options, seed=seed)
         holdings = [list(_nodes_of(codes)) for _, _, _, *codes in rows]
         self.shares = share_out(leaves, holdings, contributes)
         held = {*self.shares.held[place]}
@@ -207,22 +213,6 @@ class ReplicaRounds:
         partial.begin(self._turns)
         quorum.note_used(grads for _, grads in partial.kept)
         return True
-
-    def _buffers_before(self, start: Start) -> Sequence[Tensor]:
-        """Return the module buffers with which the step has begun."""
-        mine = [value.clone() for value in start.first_buffers]
-        if not self._has_joining:
-            return mine
-        place, _ = self._quorum.place
-        found = self._spread(mine, is_mine=place == self._first)
-        if self._quorum.contributes and not self._lacks_buffers:
-            return mine
-        self._lacks_buffers = self._quorum.has_failed
-        if self._lacks_buffers:
-            return mine
-        if self._quorum.contributes:  # it has received the rest of the state before
-            start.begin_with(found)
-        return found
 
     def _buffers_after(self, start: Start) -> Sequence[Tensor] | None:
         """Let all replicas have the module buffers that logical rank 0 has left."""
@@ -258,6 +248,18 @@ class ReplicaRounds:
             part.to(value.device).view(value.dtype).view(value.shape)
             for part, value in zip(parts, values, strict=True)
         ]
+
+
+def _copies(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [value.clone() for value in values]
+
+
+def _fitting(
+    values: Sequence[Tensor] | None, own: Sequence[Tensor]
+) -> Sequence[Tensor] | None:
+    """Return what another replica has sent, or None if it has different buffers."""
+    shapes = [value.shape for value in values or ()]
+    return values if shapes == [value.shape for value in own] else None
 
 
 def _words(value: Tensor) -> int:

@@ -40,6 +40,8 @@ except ImportError as error:
 logger = logging.getLogger("minidp")
 KNOWN = ("0.2.0",)  # the versions whose private names mean what is assumed below
 KEY = "minidp"  # the key of the layout in the state that a joining replica receives
+BUFFERS = "buffers"  # the key of module buffers there
+OWN_STEP = "own_step"  # and of the step, if the manager believes in another one
 ATTEMPTS = 3  # how often gradients are sent before the step is given up
 SUM = ReduceOp.SUM
 Started = TypeVar("Started")
@@ -247,6 +249,14 @@ class Quorum:
         self._history = history.History()
         self._compared = -1  # the last quorum in which histories were compared
         self.gave_up = False  # histories differ, so this step is not tried again
+        # With logical ranks: the module buffers with which a step begins, if they are
+        # not as they are just now.
+        self.buffers_at: Callable[[int], Sequence[torch.Tensor] | None]
+        self.buffers_at = lambda _step: None
+        # The state of the replica with which this one catches up in this quorum.
+        self.received: dict[str, Any] | None = None
+        # The step of this state, if the manager takes it for that of the step before.
+        self._own_step: int | None = None
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # the participants that were logged last
         try:
@@ -259,13 +269,17 @@ class Quorum:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a replica that joins. The manager calls this."""
-        step = self.step_now
-        return {**self.agreement.state(step), history.KEY: self._history.at(step)}
+        own = self._own_step
+        step = self.step_now if own is None else own
+        state = self.agreement.state(step)
+        state |= {history.KEY: self._history.at(step), OWN_STEP: own}
+        return state | {BUFFERS: self.buffers_at(step)}
 
     def _receive(self, state: dict[str, Any]) -> None:
         """Use the state of the replica with which this one catches up."""
         self._history.receive(state)
         self.agreement.receive(state)
+        self._own_step = state.get(OWN_STEP)
 
     @property
     def contributes(self) -> bool:
@@ -403,18 +417,52 @@ class Quorum:
         """
         self.gave_up = False
         self._find_out()
-        received = self._received()
-        if received is None:
+        self._take_over_late()
+        self.received = self._received()
+        if self.received is None:
+            self._return_to_own_step()
             self.agreement.follow(self.manager.current_step())
         else:
-            self._receive(received)
+            self._receive(self.received)
         self._compare_histories()
+
+    def _return_to_own_step(self) -> None:
+        """Let the manager have the step of our state, if nobody had another one.
+
+        Else this replica would do a step again from the state after it.
+        """
+        manager, step = self.manager, self._own_step
+        if step is not None and not manager._healing:
+            manager.load_state_dict(manager.state_dict() | {"step": step})
+            self._own_step = None
+
+    def _take_over_late(self) -> None:
+        """Give this step up if the state of another replica came before, for nothing.
+
+        A replica that catches up has the step of the others from its quorum on, but
+        their state only from its vote on. If it never votes, because the script skips
+        the step or an error ends it, the manager forgets that it was behind, and lets
+        gradients of its old parameters count. So it votes against this step, and the
+        vote loads the state. The others hear of it at once, and repeat the step.
+        """
+        manager = self.manager
+        if manager._healing or manager._pending_state_dict is None:
+            return
+        what = f"This replica has received the state of step {self.step_now}, but the "
+        what += "step ended without a vote. It takes the state over now."
+        remedy = "call step() of torchft's optimizer in each step, whatever happens"
+        logger.warning("%s", explain(self.rank, what, remedy=remedy))
+        manager._healing = self.gave_up = True
+        self.give_up("the state of another replica is taken over late")
+        manager._pg.abort()
 
     def _compare_histories(self) -> None:
         """Give this step up if replicas have come to it on different ways.
 
         Those outside of the largest part that has a common history tell the manager
-        that they are behind. So the next quorum brings them the state of one of it.
+        that they are behind. So the next quorum brings them the state of one of it, if
+        one is there. Replicas of different steps need only a new quorum: the manager
+        believes the highest one.
         """
         manager, step, now = self.manager, self.step_now, self.manager._quorum_id
         mine = self._history.at(step)
@@ -422,15 +470,19 @@ class Quorum:
         if now == self._compared:
             return
         place, size = self.place
-        message = torch.zeros(size, dtype=torch.int64, device=self.device)
-        message[place] = mine
+        message = torch.zeros(2, size, dtype=torch.int64, device=self.device)
+        message[:, place] = torch.tensor([mine, step], device=self.device)
         if not self.add_up(message):
             return
-        self._compared = now
-        numbers = message.tolist()
+        numbers, steps = message.tolist()
+        if len({*steps}) > 1:
+            self.gave_up = True
+            self.give_up("replicas are at different steps")
+            return
         wanted = history.believed(numbers)
         others = [place for place, number in enumerate(numbers) if number != wanted]
         if not others:
+            self._compared = now
             return
         names = self.members()
         names = names if len(names) == size else list(range(size))
@@ -438,6 +490,7 @@ class Quorum:
         logger.warning("%s", text)
         if mine != wanted:
             manager.load_state_dict(manager.state_dict() | {"step": step - 1})
+            self._own_step = step
         self.gave_up = True
         self.give_up("replicas have different histories")
 

@@ -26,6 +26,8 @@ Read the files in this order::
     faults       what may go wrong
     training     the model, and what must come out
     play         one run
+    lighthouse   torchft: which replicas are in a quorum
+    replicas     torchft: its manager, on this lighthouse and network
     checks       what must hold after each run
     scenarios/   what the ranks do
     mutants      old races and hangs, put back

@@ -78,13 +78,13 @@ class Striker:
         *,
         hosts_store: bool,
     ) -> None:
-        self._fault, self._scheduler = fault, scheduler
+        self.fault, self._scheduler = fault, scheduler
         self._network, self._server = network, server
         self._hosts_store = hosts_store  # whether rank 0's process holds the store
 
     def on_seam(self, thread: Thread, _what: str) -> None:
         """Strike if this is the seam."""
-        fault, process = self._fault, thread.process
+        fault, process = self.fault, thread.process
         if fault.has_struck or fault.kind in (Kind.NOTHING, Kind.RAISES):
             return
         if process.num_seams < fault.at:
@@ -100,6 +100,7 @@ class Striker:
         elif fault.kind is Kind.INTERRUPTED:
             raise KeyboardInterrupt
         elif fault.kind is Kind.FREEZES:
+            process.silent_since = self._scheduler.time
             process.frozen_until = self._scheduler.time + fault.seconds
         elif fault.kind is Kind.IS_SLOW:
             thread.slow_until = self._scheduler.time + fault.seconds
@@ -108,7 +109,7 @@ class Striker:
 
     def at_point(self, process: Process, number: int) -> None:
         """Raise an error in the user's script if this is the point."""
-        fault = self._fault
+        fault = self.fault
         is_it = fault.kind is Kind.RAISES and not fault.has_struck
         if is_it and process.rank == fault.rank and number >= fault.at:
             fault.has_struck = True

@@ -4,7 +4,7 @@
     python -m tests.simulation.mutants "stale alarms"   only this one
 
 Each mutant replaces one text in a copy of `minidp/`, and lets simulated ranks look for
-it, for 60 seconds at most.
+it, for 60 seconds at most. Those of `torchft` need the extra of this name.
 
 Races and hangs that the git history has mended, and that no mutant here stands for,
 because simulation cannot reach them or nothing depends on them any more:
@@ -253,6 +253,56 @@ MUTANTS = [
         "hang/report.py",
         "if alarm.why in _GONE and rank not in self._gone",
         "if False",
+    ),
+    Mutant(
+        "replicas that went on without each other do not compare their histories",
+        "torchft/quorum.py",
+        "        if now == self._compared:\n            return\n",
+        "        return\n",
+        "torchft",
+    ),
+    Mutant(
+        "a state that came is forgotten if the step ends without a vote",
+        "torchft/quorum.py",
+        "        if manager._healing or manager._pending_state_dict is None:\n",
+        "        if True:\n",
+        "torchft",
+    ),
+    Mutant(
+        "a layout is used although its step was not committed",
+        "torchft/agreement.py",
+        "        if self._agreed is not None and step > self._agreed[0]:\n"
+        "            self.adopt",
+        "        if self._agreed is not None:\n            self.adopt",
+        "torchft",
+    ),
+    Mutant(
+        "step 0 is divided by the replicas that are there, of which one contributes",
+        "torchft/quorum.py",
+        "        if step and not is_due:\n",
+        "        if not is_due:\n",
+        "torchft",
+    ),
+    Mutant(
+        "survivors do not do what the dead have left of a step",
+        "torchft/logical.py",
+        "    missing = sorted({*range(leaves)} - covered)\n",
+        "    missing = [] if covered else [*range(leaves)]\n",
+        "torchft_logical",
+    ),
+    Mutant(
+        "a replica that joins believes its own buffers",
+        "torchft/logical.py",
+        "before = _fitting(quorum.received.get(BUFFERS), start.first_buffers)\n",
+        "before = _copies(start.first_buffers)\n",
+        "torchft_logical",
+    ),
+    Mutant(
+        "a step that was not committed begins with the buffers that it has left",
+        "torchft/logical.py",
+        "step == last.step:  # it was not committed\n",
+        "False:\n",
+        "torchft_logical",
     ),
     Mutant(
         "a reset goes on with the trial of a layout that this rank was in",

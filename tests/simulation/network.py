@@ -8,6 +8,7 @@ launch; if somebody has written to them before the result arrives, that is a `Fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -28,10 +29,16 @@ class Work:
     """A collective in flight on one rank, with the methods of torch's ``Work``."""
 
     def __init__(
-        self, scheduler: Scheduler, what: str, outputs: Any, timeout: float
+        self,
+        scheduler: Scheduler,
+        what: str,
+        outputs: Any,
+        timeout: float,
+        on_timeout: Callable[[], None],
     ) -> None:
         self.what = what
         self._deadline = scheduler.time + timeout  # of the backend
+        self._on_timeout = on_timeout
         self._scheduler, self._outputs = scheduler, outputs
         self._waiters: list[Thread] = []
         self._future: torch.futures.Future[Any] | None = None
@@ -74,6 +81,7 @@ class Work:
             scheduler.block(seconds, self.what, self._waiters)
         if not self._is_done and scheduler.time >= self._deadline:
             self.finish("Timed out waiting for recv operation to complete")
+            self._on_timeout()
         if not self._is_done:
             raise RuntimeError("Operation timed out!")
         if self._error is not None:
@@ -82,10 +90,24 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = Future(self)
             if self._is_done:
                 self._set_future()
         return self._future
+
+
+class Future(torch.futures.Future[Any]):
+    """The future of a `Work`. Who waits for it lets others run meanwhile."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    @of_the_system
+    def wait(self) -> Any:
+        with suppress(RuntimeError):  # the future has it, too
+            self._work.wait()
+        return super().wait()
 
 
 class Launch:
@@ -124,6 +146,7 @@ class Wire:
 
     def __init__(self, network: Network, name: str, ranks: Sequence[int]) -> None:
         self.network, self.name, self.ranks = network, name, list(ranks)
+        self.timeout = network.timeout
         self.launches: dict[int, list[Launch]] = {rank: [] for rank in ranks}
         self.ended: list[int] = []  # ranks that are gone, and their connections
 
@@ -138,7 +161,7 @@ class Wire:
         others = [rows[number] for rows in self.launches.values() if len(rows) > number]
         for each in others:
             if each.shape != launch.shape:
-                raise Finding(
+                raise self.network.scheduler.found(
                     f"rank {rank} starts {launch.shape}, and it is matched with "
                     f"{each.shape} of another rank, in {self.name}"
                 )
@@ -185,6 +208,9 @@ class Wire:
             and self.launches[rank][number].work.is_success()
             for rank in self.ended
         )
+
+    def note_timeout(self, rank: int) -> None:
+        """Hear of a collective that has not ended in time."""
 
     def close(self, ended: int) -> None:
         """Let what needs a rank that has ended fail, unless it is on its way."""
@@ -237,7 +263,7 @@ class Network:
         return self._group(wire, process, is_listed=is_listed)
 
     def _group(self, wire: Wire, process: Process, *, is_listed: bool) -> Group:
-        group = Group(wire, process, self.timeout)
+        group = Group(wire, process)
         self.groups.append(group)
         if is_listed:
             torchs = process.torchs
@@ -303,9 +329,9 @@ class Group:
 
     bound_device_id = None
 
-    def __init__(self, wire: Wire, process: Process, timeout: float) -> None:
+    def __init__(self, wire: Wire, process: Process) -> None:
         self._wire, self._process = wire, process
-        self._backend = _Backend(timeout)
+        self._backend = _Backend(wire.timeout)
         self._device_types = [torch.device("cpu")]
         self.group_name = self.group_desc = wire.name
 
@@ -336,9 +362,11 @@ class Group:
         number = len(self._wire.launches[self._process.rank])
         what = f"{kind} {number} in {MARK.sub('~', self.group_name)[-30:]}"
         scheduler.turn(f"starts {what}")
-        work = Work(scheduler, what, outputs, self._wire.network.timeout)
+        wire, rank = self._wire, self._process.rank
+        on_timeout = functools.partial(wire.note_timeout, rank)
+        work = Work(scheduler, what, outputs, wire.timeout, on_timeout)
         launch = Launch(kind, inputs, work, write, root=root, shape=shape)
-        self._wire.launch(self._process.rank, launch)
+        wire.launch(rank, launch)
         return work
 
     @of_the_system

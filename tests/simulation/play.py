@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,8 @@ class Rank:
         """Mark a line of the user's script, at which others may go on."""
         self._play.scheduler.turn(what)
         number, self._points = self._points, self._points + 1
-        self._play.striker.at_point(self._process, number)
+        for each in self._play.strikers:
+            each.at_point(self._process, number)
 
     def sleep(self, seconds: float) -> None:
         world.sleep(seconds)
@@ -111,6 +112,7 @@ class Play:
         seams, points: Up to which seam of a rank, and which point of its script,
             something may go wrong.
         fault: What goes wrong, if it is not to be drawn.
+        more_faults: What else goes wrong.
         has_numbers: Whether each rank has random generators of its own. Else all have
             those of this process, and draw nothing.
     """
@@ -125,6 +127,7 @@ class Play:
         seams: int = 160,
         points: int = 10,
         fault: Fault | None = None,
+        more_faults: Sequence[Fault] = (),
         has_numbers: bool = False,
     ) -> None:
         self.scenario, self.tape, self.settings = scenario, tape, settings
@@ -133,9 +136,10 @@ class Play:
         self.server = Server(self.scheduler)
         self.scheduler.on_switch = _swap_numbers if has_numbers else None
         self.fault = fault or draw(tape, ranks, seams, points, list(kinds))
-        self.striker = Striker(
-            self.fault, self.scheduler, self.network, self.server, hosts_store=False
-        )
+        self.strikers = [
+            Striker(each, self.scheduler, self.network, self.server, hosts_store=False)
+            for each in (self.fault, *more_faults)
+        ]
         self.outcomes: list[Outcome] = []
         self.board: dict[Any, Any] = {}
         self.ends: dict[int, BaseException | None] = {}  # what each script raised
@@ -154,8 +158,7 @@ class Play:
             with _quiet(self), world.replaced(simulated), randomness.kept():
                 for process in scheduler.processes:
                     process.clock_offset = 1000.0 * process.rank
-                    if process.rank == self.fault.rank:
-                        process.on_seam = self.striker.on_seam
+                    process.on_seam = self._strikes_at(process)
                     main = functools.partial(self._main, process)
                     Thread(scheduler, process, main, name="main").start()
                 scheduler.run()
@@ -181,7 +184,16 @@ class Play:
         for function in reversed(process.at_exit):
             function()
         self.network.finish(process)
-        self.striker.end(process, Life.ENDED)
+        self.strikers[0].end(process, Life.ENDED)
+
+    def _strikes_at(self, process: Process) -> Callable[[Thread, str], None] | None:
+        mine = [each for each in self.strikers if each.fault.rank == process.rank]
+
+        def strike(thread: Thread, what: str) -> None:
+            for each in mine:
+                each.on_seam(thread, what)
+
+        return mine[0].on_seam if len(mine) == 1 else strike if mine else None
 
     def _clear(self) -> None:
         for process in self.scheduler.processes:

@@ -84,6 +84,7 @@ class Process:
     rank: int
     life: Life = Life.LIVES
     frozen_until: float = 0.0
+    silent_since: float = 0.0  # when it ended, or was frozen the last time
     num_seams: int = 0
     clock_offset: float = 0.0
     threads: list[Thread] = field(default_factory=list)
@@ -238,6 +239,12 @@ class Scheduler:
         if self.finding is not None:
             raise self.finding
 
+    def found(self, text: str) -> Finding:
+        """Return a finding to raise, which counts even if somebody catches it."""
+        finding = Finding(text)
+        self.finding = self.finding or finding
+        return finding
+
     def send(self, message: Message) -> None:
         self.messages.append(message)
 
@@ -269,7 +276,7 @@ class Scheduler:
             Whether it was woken.
         """
         if self._acting is not None:
-            raise Finding(f"a callback of a message waits for {what}")
+            raise self.found(f"a callback of a message waits for {what}")
         me = self.current
         self._arrive(me, f"waits for {what}")
         me.waits, me.was_woken, me.waits_for = True, False, what
@@ -318,7 +325,7 @@ class Scheduler:
     def end(self, process: Process, life: Life) -> None:
         """End a process: its threads get a `Death` wherever they are."""
         if process.life is Life.LIVES:
-            process.life = life
+            process.life, process.silent_since = life, self.time
         process.frozen_until = 0.0
         for each in process.threads:
             each.waits, each.deadline, each.slow_until = False, None, 0.0
@@ -455,7 +462,8 @@ class Scheduler:
     def _deliver(self, message: Message) -> None:
         self._acting = message.process
         try:
-            self.note(message.what)
+            if message.what:
+                self.note(message.what)
             message.deliver()
         except Finding as finding:
             self.finding = self.finding or finding

@@ -21,7 +21,7 @@ from . import own
 from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
-from .scenarios import SCENARIOS, warm_up
+from .scenarios import MISSING, SCENARIOS, warm_up
 from .scenarios.auto import check_auto, train_by_auto
 from .scenarios.logical import Logical
 from .scenarios.odd import Odd, train_oddly
@@ -50,6 +50,8 @@ RUNS = {
     "legal": 20,
     "mistake": 20,
     "leave_out": 10,
+    "torchft": 12,
+    "torchft_logical": 6,
 }
 
 
@@ -62,12 +64,18 @@ def _few_objects() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def skip_without_its_extra(name: str) -> None:
+    if name in MISSING:
+        pytest.skip("needs the extra minidp[torchft]")
+
+
 def test_every_scenario_is_played():
-    assert RUNS.keys() == SCENARIOS.keys()
+    assert RUNS.keys() == SCENARIOS.keys() | {*MISSING}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found(name: str) -> None:
+    skip_without_its_extra(name)
     struck = 0
     for seed in range(RUNS[name]):
         try:
@@ -94,6 +102,22 @@ def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None
         scenario.check(play)
 
 
+def test_a_state_is_taken_over_though_its_step_had_no_vote() -> None:
+    """The manager takes a replica that has received it for one that has it."""
+    skip_without_its_extra("torchft")
+    scenario = SCENARIOS["torchft"]
+    plan = scenario.draw(Tape(row=()))
+    plan = replace(plan, late=1, skips=2, pause=0.5)
+    told = 0
+    for seed in range(10):
+        fault = Fault(Kind.NOTHING, rank=0, at=0)
+        play = Play(scenario.script, Tape(seed), 3, plan, fault=fault)
+        play.run()
+        scenario.check(play)
+        told += any("ended without a vote" in text for _, text in play.warned)
+    assert told
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_the_faster_layout_stays_if_no_message_is_late(is_slow: bool) -> None:
     plan = replace(SCENARIOS["auto"].draw(Tape(row=())), is_slow=is_slow)
@@ -110,9 +134,10 @@ def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
     SCENARIOS["faults"].play(Tape(row=row))
 
 
-@pytest.mark.parametrize("name", ["faults", "reset", "auto"])
+@pytest.mark.parametrize("name", ["faults", "reset", "auto", "torchft"])
 def test_a_seed_is_a_run(name: str) -> None:
-    for seed in range(1 if name == "auto" else 6):
+    skip_without_its_extra(name)
+    for seed in range({"auto": 1, "torchft": 2}.get(name, 6)):
         first = SCENARIOS[name].play(Tape(seed))
         again = SCENARIOS[name].play(Tape(seed))
         by_row = SCENARIOS[name].play(Tape(row=first.tape.made))
@@ -122,8 +147,9 @@ def test_a_seed_is_a_run(name: str) -> None:
 
 def test_nothing_is_left() -> None:
     threads, torchs, here = threading.active_count(), c10d._world, world._world
-    for seed in range(10):
-        SCENARIOS["faults"].play(Tape(seed))
+    for name in {"faults", "torchft"} - {*MISSING}:
+        for seed in range(5):
+            SCENARIOS[name].play(Tape(seed))
     assert threading.active_count() == threads
     assert c10d._world is torchs
     assert world._world is here

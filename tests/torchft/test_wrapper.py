@@ -513,6 +513,30 @@ def test_an_exception_in_a_backward_can_be_survived_by_reset(start):
     assert torch.equal(a.seen[6], unlucky.seen[6])
 
 
+def test_a_state_is_taken_over_though_its_step_had_no_vote(start, caplog):
+    """As where gradients are not finite. The manager forgets that one was behind."""
+    a, b = start(0, 1, **SMALL)
+    train(3, a, b)
+    (joins,) = start(2, **SMALL)
+    replicas = a, b, joins
+
+    def skip_once(each):
+        while True:  # until the first step of all three
+            each.optimizer.zero_grad()
+            each.model(batch(each.number, each.manager.current_step())).sum().backward()
+            if len(each.model.participants) == 3:
+                break
+            each.optimizer.step()
+        each.train(40)
+
+    together(*(partial(skip_once, each) for each in replicas))
+    common = a.seen.keys() & joins.seen.keys()
+    assert max(common) > 10
+    for step in common:
+        assert torch.equal(joins.seen[step], a.seen[step])
+    assert "but the step ended without a vote" in caplog.text
+
+
 def test_an_optimizer_that_asks_nobody_is_stopped(start):
     def step_alone(each):
         each.optimizer.zero_grad()

@@ -3,12 +3,15 @@
 `scenario` says what a scenario is, and `steps` what a rank does in a step. Then each
 file has a subject: `plain` (train, reset, join), `odd` (something unusual in one step),
 `hangs` (who is named), `auto` (layouts that are tried), `logical` (logical ranks),
-`sharded` (divided steps, also by logical ranks).
+`sharded` (divided steps, also by logical ranks), `torchft` (replicas that come and go,
+if the extra of this name is installed) and `torchft_checks`.
 """
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
@@ -124,6 +127,26 @@ SCENARIOS: dict[str, Scenario] = {
     "hangs": Scenario(train_two, draw_busy, check_reports, kinds=_FAULTS),
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
+
+# Scenarios that need an extra, if that is not installed.
+MISSING: list[str] = []
+if find_spec("torchft") is None:
+    MISSING += ["torchft", "torchft_logical"]
+else:
+    from . import torchft, torchft_checks
+
+    SCENARIOS["torchft"] = Scenario(
+        torchft.train_elastic,
+        torchft.draw_elastic,
+        torchft_checks.check_elastic,
+        kinds=torchft.KINDS,
+        ranks=(2, 3, 4),
+        seams=torchft.SEAMS,
+        points=torchft.POINTS,
+    )
+    SCENARIOS["torchft_logical"] = replace(
+        SCENARIOS["torchft"], draw=torchft.draw_elastic_logical, has_numbers=True
+    )
 
 
 def warm_up() -> None:

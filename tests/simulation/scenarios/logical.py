@@ -134,13 +134,13 @@ def loop(
                 mark(ctx, step, "before a forward")
                 if settings.items:
                     model.count_items(0 if is_local else num_items(leaf, step))
-                loss = _loss(model, settings, leaf, step, part)
+                loss = loss_of(model, settings, leaf, step, part)
                 mark(ctx, step, "before a backward")
                 loss.backward()
         mark(ctx, step, "after a turn")
 
 
-def _loss(
+def loss_of(
     model: torch.nn.Module, settings: Settings, leaf: int, step: int, part: int
 ) -> torch.Tensor:
     """Return a loss of random inputs, so that each order of sums has other bits."""
@@ -180,7 +180,7 @@ def average(net: Net, settings: Settings, number: int, step: int) -> None:
         net.seen.copy_(before)
         with minidp.seeded(SEED, step, leaf):
             for part in range(settings.local + 1):
-                _loss(net, settings, leaf, step, part).backward()
+                loss_of(net, settings, leaf, step, part).backward()
         leaves.append(_result(net))
     net.seen.copy_(leaves[0]["the buffer"])
     counts = [num_items(leaf, step) for leaf in range(number)]

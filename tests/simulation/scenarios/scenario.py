@@ -50,6 +50,7 @@ class Scenario:
             self.kinds,
             seams=self.seams,
             points=self.points,
+            more_faults=getattr(settings, "more_faults", ()),
             has_numbers=self.has_numbers,
         )
 
