@@ -30,6 +30,7 @@ Read the files in this order::
     replicas     torchft: its manager, on this lighthouse and network
     checks       what must hold after each run
     scenarios/   what the ranks do
+    seeds        what tests expect of some seeds
     mutants      old races and hangs, put back
     own          a training function of your own
 

@@ -12,7 +12,7 @@ import time
 import traceback
 
 from .play import Play
-from .scenarios import MISSING, SCENARIOS, warm_up
+from .scenarios import OF_TORCHFT, SCENARIOS, add_torchft, warm_up
 from .scheduler import Finding
 from .tape import Tape
 
@@ -30,11 +30,12 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="go on after a finding")
     parser.add_argument("--seconds", type=float, default=1e9)
     given = parser.parse_args()
+    names = given.scenarios or [*SCENARIOS, *OF_TORCHFT]
+    of_torchft = [name for name in names if name in OF_TORCHFT]
+    if of_torchft and not add_torchft():
+        print(f"{', '.join(of_torchft)}: skipped without the extra minidp[torchft]")
+        names = [name for name in names if name not in OF_TORCHFT]
     warm_up()
-    names = given.scenarios or [*SCENARIOS, *MISSING]
-    for name in filter(MISSING.__contains__, names):
-        print(f"{name} is skipped: it needs the extra minidp[torchft]")
-    names = [name for name in names if name not in MISSING]
     if given.seed is not None:
         return int(max((_tell(name, given.seed) for name in names), default=False))
     return int(max((_search(name, given) for name in names), default=False))

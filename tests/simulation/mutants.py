@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         "a wait of less than a millisecond has no limit",
-        "comm/communicator.py",
+        "comm/work.py",
         "seconds=max(seconds, _SHORTEST_SECONDS)",
         "seconds=seconds",
         "logical",

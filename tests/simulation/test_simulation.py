@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,12 +20,13 @@ from . import own
 from .faults import Fault, Kind
 from .mutants import MUTANTS, changed
 from .play import Play, Rank
-from .scenarios import MISSING, SCENARIOS, warm_up
+from .scenarios import SCENARIOS, warm_up
 from .scenarios.auto import check_auto, train_by_auto
 from .scenarios.logical import Logical
 from .scenarios.odd import Odd, train_oddly
 from .scenarios.sharded import LogicalSharded
 from .scheduler import Deadlock, Finding
+from .seeds import expect_nothing, expect_nothing_left, expect_the_same
 from .tape import Tape
 from .training import Settings
 
@@ -50,8 +50,6 @@ RUNS = {
     "legal": 20,
     "mistake": 20,
     "leave_out": 10,
-    "torchft": 12,
-    "torchft_logical": 6,
 }
 
 
@@ -64,30 +62,13 @@ def _few_objects() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def skip_without_its_extra(name: str) -> None:
-    if name in MISSING:
-        pytest.skip("needs the extra minidp[torchft]")
-
-
 def test_every_scenario_is_played():
-    assert RUNS.keys() == SCENARIOS.keys() | {*MISSING}
+    assert RUNS.keys() == SCENARIOS.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_found(name: str) -> None:
-    skip_without_its_extra(name)
-    struck = 0
-    for seed in range(RUNS[name]):
-        try:
-            play = SCENARIOS[name].play(Tape(seed))
-        except Finding as finding:
-            told = finding.play.tell(40)  # type: ignore[attr-defined]
-            pytest.fail(
-                f"python -m tests.simulation {name} --seed {seed}\n{told}\n{finding}"
-            )
-        struck += play.fault.has_struck
-    if Kind.DIES in SCENARIOS[name].kinds:
-        assert struck > RUNS[name] / 4
+    expect_nothing(name, RUNS[name])
 
 
 def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None:
@@ -100,22 +81,6 @@ def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None
         play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
         play.run()
         scenario.check(play)
-
-
-def test_a_state_is_taken_over_though_its_step_had_no_vote() -> None:
-    """The manager takes a replica that has received it for one that has it."""
-    skip_without_its_extra("torchft")
-    scenario = SCENARIOS["torchft"]
-    plan = scenario.draw(Tape(row=()))
-    plan = replace(plan, late=1, skips=2, pause=0.5)
-    told = 0
-    for seed in range(10):
-        fault = Fault(Kind.NOTHING, rank=0, at=0)
-        play = Play(scenario.script, Tape(seed), 3, plan, fault=fault)
-        play.run()
-        scenario.check(play)
-        told += any("ended without a vote" in text for _, text in play.warned)
-    assert told
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -134,26 +99,13 @@ def test_nothing_is_found_by_hypothesis(row: list[int]) -> None:
     SCENARIOS["faults"].play(Tape(row=row))
 
 
-@pytest.mark.parametrize("name", ["faults", "reset", "auto", "torchft"])
+@pytest.mark.parametrize("name", ["faults", "reset", "auto"])
 def test_a_seed_is_a_run(name: str) -> None:
-    skip_without_its_extra(name)
-    for seed in range({"auto": 1, "torchft": 2}.get(name, 6)):
-        first = SCENARIOS[name].play(Tape(seed))
-        again = SCENARIOS[name].play(Tape(seed))
-        by_row = SCENARIOS[name].play(Tape(row=first.tape.made))
-        assert first.tell() == again.tell()
-        assert first.tell() == by_row.tell()
+    expect_the_same(name, 1 if name == "auto" else 6)
 
 
 def test_nothing_is_left() -> None:
-    threads, torchs, here = threading.active_count(), c10d._world, world._world
-    for name in {"faults", "torchft"} - {*MISSING}:
-        for seed in range(5):
-            SCENARIOS[name].play(Tape(seed))
-    assert threading.active_count() == threads
-    assert c10d._world is torchs
-    assert world._world is here
-    assert not dist.is_initialized()
+    expect_nothing_left("faults", 10)
 
 
 PLANS: dict[str, Any] = {

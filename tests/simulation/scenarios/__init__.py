@@ -128,14 +128,20 @@ SCENARIOS: dict[str, Scenario] = {
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
 
-# Scenarios that need an extra, if that is not installed.
-MISSING: list[str] = []
-if find_spec("torchft") is None:
-    MISSING += ["torchft", "torchft_logical"]
-else:
+OF_TORCHFT = ("torchft", "torchft_logical")
+
+
+def add_torchft() -> bool:
+    """Add the scenarios of `OF_TORCHFT`, and return whether their extra is installed.
+
+    They import torchft, which derives a class from torch's DDP. Tests that swap torch's
+    DDP would be warned of that class, so nobody imports it before it is asked for.
+    """
+    if find_spec("torchft") is None:
+        return False
     from . import torchft, torchft_checks
 
-    SCENARIOS["torchft"] = Scenario(
+    plain = Scenario(
         torchft.train_elastic,
         torchft.draw_elastic,
         torchft_checks.check_elastic,
@@ -144,9 +150,10 @@ else:
         seams=torchft.SEAMS,
         points=torchft.POINTS,
     )
-    SCENARIOS["torchft_logical"] = replace(
-        SCENARIOS["torchft"], draw=torchft.draw_elastic_logical, has_numbers=True
-    )
+    draw = torchft.draw_elastic_logical
+    SCENARIOS["torchft"] = plain
+    SCENARIOS["torchft_logical"] = replace(plain, draw=draw, has_numbers=True)
+    return True
 
 
 def warm_up() -> None:
