@@ -330,7 +330,8 @@ def _send_parts(
         to_send: How many elements this one sends to each rank.
         group: The process group.
     """
-    options, back = dist.AllToAllOptions(), way_back(group)
+    options = dist.AllToAllOptions()
+    back = way_back(group) if sent.is_cpu else None
     if back is None:
         work: Work = group.alltoall_base(arrived, sent, to_get, to_send, options)
         return work

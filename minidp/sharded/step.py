@@ -551,9 +551,10 @@ class ShardedStep(Observer):
         other.
         """
         communicator, buckets = self._reducer.communicator, self._reducer.queue.buckets
-        if all(bucket.shared is None for bucket in buckets):
+        devices = {bucket.plan.device for bucket in buckets}
+        if len(devices) == 1 and all(bucket.shared is None for bucket in buckets):
             with communicator.blocking("connecting the ranks for both directions"):
-                comm.connect_both_ways(communicator.group, communicator.device)
+                comm.connect_both_ways(communicator.group, *devices)
 
     def bring_rest(self) -> None:
         """Wait for values that are still on their way, and write them to parameters."""
