@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from minidp import world
 
-from .groups import ProcessGroup, side_groups
+from .groups import ProcessGroup, groups_beside
 from .work import Work
 
 EXIT_SECONDS = 2.0
@@ -29,7 +29,7 @@ _leaked: world.PerProcess[list[tuple[ProcessGroup, list[Work]]]] = world.PerProc
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     """Leak a group until the process ends, if some of its works still run.
 
-    The groups beside it (`side_groups`) are leaked as well, because they may run some
+    The groups beside it (`groups_beside`) are leaked as well, because they may run some
     of these works.
 
     Who frees a Gloo group waits for its works, until their timeout of perhaps 30
@@ -45,7 +45,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     endless = [work for work in works if not work.is_completed()]
     if not endless:
         return
-    for each in (group, *side_groups().get(group, {}).values()):
+    for each in (group, *groups_beside().get(group, {}).values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         _leaked().append((each, endless))
     call_once_at_exit(_wait_for_left_behind)

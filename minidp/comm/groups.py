@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from minidp import world
 
 # Of each group the groups over the same ranks that were made beside it, by purpose.
-side_groups: world.PerProcess[
+groups_beside: world.PerProcess[
     WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]]
 ] = world.PerProcess(WeakKeyDictionary)
 

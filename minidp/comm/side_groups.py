@@ -22,7 +22,7 @@ from .groups import (
     default_group,
     group_name,
     group_ranks,
-    side_groups,
+    groups_beside,
 )
 from .stores import group_store, has_store, key_prefix
 from .work import in_time
@@ -58,7 +58,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """
     if not has_store(group):
         return group
-    made = side_groups().setdefault(group, {})
+    made = groups_beside().setdefault(group, {})
     if purpose not in made:
         ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
@@ -124,7 +124,7 @@ def way_back(group: ProcessGroup) -> ProcessGroup | None:
     higher ranks have one connection, and those to lower ranks another one: 13.5 MiB
     each way take 120 ms at 1 Gbit/s in place of 245 (the link alone takes 117).
     """
-    return side_groups().get(group, {}).get(_BACK)
+    return groups_beside().get(group, {}).get(_BACK)
 
 
 def way_of_hosts(
@@ -170,6 +170,6 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     # With the group's name, because other objects use equal keys on other groups.
     renewals[members] = f"{group_name(group)}/{key}"
     known = c10d._world.pg_group_ranks  # without groups that were destroyed
-    for other in list(side_groups()):
+    for other in list(groups_beside()):
         if other not in known or members.issuperset(known[other]):
-            side_groups().pop(other, None)
+            groups_beside().pop(other, None)

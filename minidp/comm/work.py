@@ -219,11 +219,13 @@ class BothWays:
         Raises:
             RuntimeError: One has failed, for whose error the other need not come.
         """
+        are_done = True
         for each in self._works:
-            if not is_done_within(each, seconds):
-                return False
-            each.wait()
-        return True
+            if is_done_within(each, seconds if are_done else 0.0):
+                each.wait()  # which raises if it has failed
+            else:
+                are_done = False
+        return are_done
 
     def wait(self) -> None:
         """Wait for both.

@@ -109,6 +109,16 @@ def test_the_error_of_a_half_is_that_of_the_work(number):
             wait()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_does_not_wait_for_the_other_half(number):
+    failed: Future[None] = Future()
+    failed.set_exception(ValueError("a connection is closed"))
+    halves = [FutureWork(Future()), FutureWork(Future())]
+    halves[number] = FutureWork(failed)
+    with pytest.raises(ValueError, match="a connection is closed"):
+        BothWays(*halves).is_done_within(0.01)
+
+
 class Fake:
     """A group, or a work that may have ended."""
 
@@ -120,7 +130,7 @@ class Fake:
 
 def test_a_group_is_kept_with_the_groups_beside_it():
     group, beside, work = Fake(), Fake(), Fake()
-    groups.side_groups()[group] = {"a purpose": beside}
+    groups.groups_beside()[group] = {"a purpose": beside}
     endings.keep_for_good(group, [work])
     assert [each for each, _ in endings._leaked()][-2:] == [group, beside]
     work.is_over = True

@@ -40,7 +40,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from tests.simulation.scenarios import OF_TORCHFT
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
@@ -319,6 +322,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [m for m in MUTANTS if not arguments or m.name in arguments]
     survivors = []
     for mutant in chosen:
+        if mutant.scenario in OF_TORCHFT and find_spec("torchft") is None:
+            print(f"skipped without the extra minidp[torchft]  {mutant.name}")
+            continue
         began = time.monotonic()
         found = is_found(mutant)
         took = time.monotonic() - began

@@ -193,7 +193,7 @@ class Play:
             for each in mine:
                 each.on_seam(thread, what)
 
-        return mine[0].on_seam if len(mine) == 1 else strike if mine else None
+        return strike if mine else None
 
     def _clear(self) -> None:
         for process in self.scheduler.processes:

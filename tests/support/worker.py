@@ -223,7 +223,7 @@ def _collectives(group: dist.ProcessGroup, types: set[str]) -> tuple[int, ...]:
     """Return how many collectives a group has issued, and each of its side groups."""
     # minidp keeps side groups for the next job, and torch does not know them.
     ours = sys.modules.get("minidp.comm.groups")
-    made = {} if ours is None else ours.side_groups().get(group, {})
+    made = {} if ours is None else ours.groups_beside().get(group, {})
     beside = [
         made[purpose]._get_sequence_number_for_group() for purpose in sorted(made)
     ]
