@@ -377,7 +377,8 @@ def share(
 
     Raises:
         NativeError: MINIDP_SHARED_MEMORY=1 on some rank, and there are several ranks
-            that cannot share memory. All of them hear it.
+            that cannot share memory. All of them raise it, but where the device or the
+            group excludes sharing, which only a rank that insists minds.
     """
     group = communicator.group
     if group.size() == 1:

@@ -99,16 +99,24 @@ def check_no_error(play: Play) -> None:
 
 
 def check_recovered(play: Play) -> None:
-    """Let all ranks hear soon of one that calls `reset`, and come to their ends."""
+    """Let all ranks hear soon of one that raises, and come to their ends.
+
+    Whoever raises calls `reset`. Until the first rank raises, somebody may have to find
+    out that something is wrong, which takes as long as a wait may.
+    """
     for rank, error in play.ends.items():
         if error is not None:
             raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
+    raised = [each.ended for each in play.outcomes if each.error is not None]
     for each in play.outcomes:
-        took = each.ended - each.began
-        if took > SOON_SECONDS + play.fault.seconds:
+        heard = min((t for t in raised if each.began <= t), default=each.ended)
+        late, took = each.ended - heard, each.ended - each.began
+        if late > SOON_SECONDS + play.fault.seconds:
             raise Finding(
-                f"rank {each.rank} heard of the error only after {took:.1f} s"
+                f"rank {each.rank} heard of the error only after {late:.1f} s"
             )
+        if took > HANG_SECONDS + SLACK_SECONDS + play.fault.seconds:
+            raise Finding(f"rank {each.rank} waited {took:.1f} s")
 
 
 def check_errors(
