@@ -7,6 +7,7 @@ for gradients or values that do not come, until the watchdog lets it go on.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -155,6 +156,6 @@ def test_a_rank_dies(fresh, when):
     assert second.exit_code == -signal.SIGKILL
     assert "ank 1 does not answer (killed, stopped" in str(first), first
     if when == "backward":  # whichever comes to know of it first
-        heard = "the agreement on a step", "the all-reduce of bucket 0"
-        assert any(text in str(first) for text in heard), first
+        heard = r"the agreement on a step|the all-reduce of bucket \d"
+        assert re.search(heard, str(first)), first
     assert "may hold an incomplete average" in str(first), first
