@@ -15,6 +15,7 @@ Cells:
   resnet50  the parameters of ResNet-50, 98 MiB, and no arithmetic that hides anything
   gpt2      the parameters of GPT-2 small, 475 MiB, likewise; in gpt2_rows and
             gpt2_backward with other ways to divide the step, as memory is short
+  ..._fused the same models with AdamW(fused=True), for which there are no targets
   link      MLP of 27 MiB on a link of 1 Gbit/s (needs root), without shared memory.
             Where parameters from 1 MiB on are divided by rows (split), a message goes
             in both directions at once
@@ -95,17 +96,19 @@ class Made(NamedTuple):
     steps_by_itself: bool = False  # inside the backward
 
 
-def _torch(net: nn.Module) -> Made:
-    return Made(DistributedDataParallel(net), AdamW(net.parameters()))
+def _torch(net: nn.Module, **options: bool) -> Made:
+    return Made(DistributedDataParallel(net), AdamW(net.parameters(), **options))
 
 
-def _zero(net: nn.Module) -> Made:
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=AdamW)
+def _zero(net: nn.Module, **options: bool) -> Made:
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), optimizer_class=AdamW, **options
+    )
     return Made(DistributedDataParallel(net), optimizer)
 
 
-def _plain(net: nn.Module) -> Made:
-    return Made(minidp.DataParallel(net), AdamW(net.parameters()))
+def _plain(net: nn.Module, **options: bool) -> Made:
+    return Made(minidp.DataParallel(net), AdamW(net.parameters(), **options))
 
 
 def _sharded(
@@ -114,16 +117,17 @@ def _sharded(
     overlaps: bool = False,
     split: float | None = None,
     in_backward: bool = False,
+    **options: bool,
 ) -> Made:
     model = minidp.DataParallel(net)
-    optimizer = AdamW(net.parameters())
+    optimizer = AdamW(net.parameters(), **options)
     model.sharded_step(optimizer, overlap_param_gather=overlaps, split_from_mb=split)
     if in_backward:
         model.step_in_backward(optimizer)
     return Made(model, optimizer, steps_by_itself=in_backward)
 
 
-EVERYONE: dict[str, Callable[[nn.Module], Made]] = {
+EVERYONE: dict[str, Callable[..., Made]] = {
     TORCH: _torch,
     ZERO: _zero,
     PLAIN: _plain,
@@ -141,8 +145,20 @@ CELLS: dict[str, tuple[str, ...]] = {
     "gpt2": (TORCH, ZERO, SHARDED),
     "gpt2_rows": (TORCH, ZERO, SPLIT),
     "gpt2_backward": (TORCH, ZERO, IN_BACKWARD),
+    "layers_fused": (TORCH, ZERO, PLAIN, SHARDED),
+    "resnet50_fused": (TORCH, ZERO, PLAIN, SHARDED),
+    "gpt2_fused": (TORCH, ZERO, SHARDED),
     "link": tuple(EVERYONE),
 }
+
+
+def _made(name: str, net: nn.Module, cell: str) -> Made:
+    options = {"fused": True} if _is_fused(cell) else {}
+    return EVERYONE[name](net, **options)
+
+
+def _is_fused(cell: str) -> bool:
+    return cell.endswith("_fused")
 
 
 class Found(NamedTuple):
@@ -156,7 +172,7 @@ class Found(NamedTuple):
 def _net(cell: str, *, smoke: bool) -> Net:
     if smoke:
         return make(NETS["mlp"], smoke=True)
-    if cell == "layers":
+    if cell.startswith("layers"):
         return _lively(Mlp(24, 1024, 8))
     if cell == "link":
         return Mlp(7, 1005, 64)
@@ -225,7 +241,7 @@ def _peaks(cell: str, *, smoke: bool) -> dict[str, int]:
         data = net.data(torch.Generator().manual_seed(0))
 
         def train(name: str = name, net: Net = net, data: Any = data) -> object:
-            made = EVERYONE[name](net)
+            made = _made(name, net, cell)
             _turn(made, data)
             return made
 
@@ -246,7 +262,7 @@ def _measure(
     for name in names:
         torch.manual_seed(0)
         nets[name] = _net(cell, smoke=smoke)
-        made[name] = EVERYONE[name](nets[name])
+        made[name] = _made(name, nets[name], cell)
     watcher = BoundWatcher(nets[TORCH], LINK) if cell == "link" else None
     times: dict[str, list[float]] = {name: [] for name in names}
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -317,6 +333,8 @@ def _report(
 def _verdicts(
     cell: str, found: dict[str, Found], bounds: Times | None
 ) -> list[Verdict]:
+    if _is_fused(cell):
+        return []
     name = JUDGED.get(cell, SHARDED)
     limits = {TORCH: LIMIT_ON_LINK} if cell == "link" else LIMITS
     verdicts = [

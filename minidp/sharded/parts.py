@@ -12,24 +12,52 @@ script has put it there::
 So all that a script does with an optimizer between two steps finds the parameters that
 it knows: schedulers, ``zero_grad()``, a ``GradScaler``, ``add_param_group``, libraries
 that look parameters up. Only the state of a divided parameter has another shape.
+
+A large part, and a large parameter of one owner, too, may be stepped in tiles, for the
+sake of the cache (`tiles`). Then there are several parts in the place of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from .tiles import Tiles, can_be_cut, may_be_tiled
+
 
 class _Part(NamedTuple):
-    """What an optimizer has in the place of a parameter."""
+    """What an optimizer has in the place of a parameter: one part, or tiles of it."""
 
     param: nn.Parameter
-    rows: slice
-    part: nn.Parameter
+    own: Tensor  # the parameter, or the rows of this rank
+    parts: list[nn.Parameter]
+    tiles: Tiles | None
+
+    def enter(self, state: dict[Any, Any]) -> None:
+        """Give the parts the state of the parameter."""
+        if self.tiles is not None:
+            del state[self.param]
+            state.update(zip(self.parts, self.tiles.states(), strict=True))
+        elif self.param in state:
+            state[self.parts[0]] = state.pop(self.param)
+
+    def leave(self, state: dict[Any, Any]) -> None:
+        """Give the parameter the state, the values and the gradient of the parts."""
+        if self.tiles is not None:
+            state[self.param] = self.tiles.whole([state.pop(p) for p in self.parts])
+        elif self.parts[0] in state:
+            state[self.param] = state.pop(self.parts[0])
+        own = [self.own] if self.tiles is None else self.tiles.own
+        for part, values in zip(self.parts, own, strict=True):
+            if part.data_ptr() != values.data_ptr():  # it was given other memory
+                with torch.no_grad():
+                    values.copy_(part)
+        if all(part.grad is None for part in self.parts):
+            self.param.grad = None
 
 
 class Exchanged:
@@ -43,56 +71,71 @@ class Exchanged:
         """Put the parameters back."""
         for group, params in self.groups:
             group["params"] = params
-        for param, rows, part in self.parts:
-            _rename(optimizer.state, part, param)
-            own = param.detach()[rows]
-            if part.data_ptr() != own.data_ptr():  # it was given other memory
-                with torch.no_grad():
-                    own.copy_(part)
-            if part.grad is None:
-                param.grad = None
+        for part in self.parts:
+            part.leave(optimizer.state)
         self.groups.clear()
         self.parts.clear()
 
 
 class Parts:
-    """The parts of one optimizer's divided parameters.
+    """The parts of one optimizer's parameters of which it steps rows, or tiles.
 
     Args:
-        rows: The rows of this rank, by parameter.
+        rows: The rows of this rank, by divided parameter.
+        tiled: Parameters that may be stepped in tiles, if they are large enough.
     """
 
-    def __init__(self, rows: Mapping[nn.Parameter, slice]) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        rows: Mapping[nn.Parameter, slice],
+        tiled: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._rows, self._tiled = rows, frozenset(tiled)
         self.now = Exchanged()
 
     def enter(self, optimizer: Optimizer) -> None:
         """Put parts into the place of parameters."""
-        for group in optimizer.param_groups if self._rows else ():
+        if not self._rows and not self._tiled:
+            return
+        for group in optimizer.param_groups:
             params = group["params"]
-            found = {p: self._part(p) for p in params if p in self._rows}
+            made = {p: self._part(p, group, optimizer.state) for p in params}
+            found = {p: part for p, part in made.items() if part is not None}
             if found:
                 self.now.groups.append((group, params))
                 self.now.parts += found.values()
-                group["params"] = [found[p].part if p in found else p for p in params]
-        for param, _, part in self.now.parts:
-            _rename(optimizer.state, param, part)
+                group["params"] = [
+                    each
+                    for p in params
+                    for each in (found[p].parts if p in found else [p])
+                ]
+        for part in self.now.parts:
+            part.enter(optimizer.state)
 
-    def _part(self, param: nn.Parameter) -> _Part:
-        rows = self._rows[param]
-        part = nn.Parameter(param.detach()[rows], requires_grad=param.requires_grad)
-        if param.grad is not None:
-            part.grad = param.grad[rows]
-        return _Part(param, rows, part)
+    def _part(
+        self, param: nn.Parameter, group: dict[str, Any], states: Mapping[Any, Any]
+    ) -> _Part | None:
+        """Return what takes the place of a parameter, or None if it stays."""
+        is_divided, is_tiled = param in self._rows, param in self._tiled
+        if not is_divided and not is_tiled:
+            return None
+        rows = self._rows.get(param)
+        own, grad = rows_of(param.detach(), rows), param.grad
+        grad = None if grad is None else rows_of(grad, rows)
+        if is_tiled and grad is not None and may_be_tiled(own, grad, group):
+            state = states.get(param)
+            if state and can_be_cut(state, own):
+                tiles = Tiles(own, grad, state)
+                return _Part(param, own, tiles.params, tiles)
+        if not is_divided:
+            return None
+        part = nn.Parameter(own, requires_grad=param.requires_grad)
+        part.grad = grad
+        return _Part(param, own, [part], None)
 
     def leave(self, optimizer: Optimizer) -> None:
         """Put the parameters back, if parts are in their place."""
         self.now.leave(optimizer)
-
-
-def _rename(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:
-    if old in state:
-        state[new] = state.pop(old)
 
 
 def rows_of(tensor: Tensor, rows: slice | None) -> Tensor:

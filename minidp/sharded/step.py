@@ -39,7 +39,7 @@ from minidp.replica import digest_of
 from .agreement import Act, Agreement, Intent, Problem
 from .bucket import ShardedBucket
 from .checkpoint import hook_state, leave_share, mark_copies, refuse_copy
-from .known import is_known
+from .known import is_elementwise, is_known
 from .norms import Norms
 from .overflows import Overflows
 from .owners import Owners
@@ -96,11 +96,8 @@ class ShardedStep(Observer):
             ]
             for k in range(len(optimizers))
         ]
-        # By optimizer: its parameters whose rows are divided.
-        self._parts = [
-            Parts({reducer.params[i]: rows for i, rows in of_one.items()})
-            for of_one in (owners.split(rank, k) for k in range(len(optimizers)))
-        ]
+        # By optimizer: its parameters in whose place it has something else in a step.
+        self._parts = [self._make_parts(k, reducer) for k in range(len(optimizers))]
         # By optimizer and group: the parameters that it is known to hold.
         self._held = [_held_by(each) for each in optimizers]
         self.shares = Shares(reducer.params, own)
@@ -388,6 +385,13 @@ class ShardedStep(Observer):
     def parts_of(self, optimizer: Optimizer) -> Parts:
         """Return the parts of an optimizer's divided parameters."""
         return self._parts[self._number_of(optimizer)]
+
+    def _make_parts(self, number: int, reducer: Reducer) -> Parts:
+        split = self.owners.split(reducer.rank, number)
+        rows = {reducer.params[i]: own for i, own in split.items()}
+        if not is_elementwise(self.optimizers[number], is_told=False):
+            return Parts(rows)
+        return Parts(rows, [reducer.params[i] for i in self.own_of[number]])
 
     def _number_of(self, optimizer: Optimizer) -> int:
         return next(k for k, o in enumerate(self.optimizers) if o is optimizer)

@@ -1,0 +1,255 @@
+"""Large parameters are stepped tile by tile, and nothing but the time shows it."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp.sharded import tiles
+from minidp.sharded.parts import Parts
+from tests.sharded.test_split import OPTIMIZERS, TINY, made, params_of, train
+from tests.support.both import same
+from tests.support.combined import combined
+from tests.support.ranks import on_ranks
+
+WITHOUT = {"foreach", "fused"}  # optimizers that gain nothing by tiles
+
+
+@contextmanager
+def tiles_of(numel, counts=None):
+    """Let tiles have so many elements, and count how many optimizers get."""
+    before, init = tiles.TILE, tiles.Tiles.__init__
+
+    def counted(self, *arguments):
+        init(self, *arguments)
+        if counts is not None:
+            counts.append(len(self.params))
+
+    tiles.TILE, tiles.Tiles.__init__ = numel, counted
+    try:
+        yield
+    finally:
+        tiles.TILE, tiles.Tiles.__init__ = before, init
+
+
+def whole_state(ddp, optimizer):
+    return ddp.whole_optimizer_state(optimizer, to=0)
+
+
+# A tile of 64 floats, and an odd one, whose last elements no vector has.
+@pytest.mark.parametrize("numel", [64, 19])
+@pytest.mark.parametrize(("name", "split"), combined(OPTIMIZERS, [None, TINY]))
+@on_ranks(2)
+def test_bits_and_states_of_the_plain_loop(ctx, name, split, numel):
+    plain = made(ctx, name=name, kind=DistributedDataParallel)
+    ours, optimizer = made(ctx, name=name, split=split)
+    counts = []
+    with tiles_of(numel, counts):
+        found = train(ctx, ours, optimizer)
+    assert bool(counts) == (name not in WITHOUT)
+    assert same(found, train(ctx, *plain))
+    own = [ours._reducer.params[i] for i in ours._sharded.owners.owned_by(ctx.rank)]
+    assert {*map(id, optimizer.state)} <= {*map(id, own)}
+    assert [len(g["params"]) for g in optimizer.param_groups] == [
+        len(g["params"]) for g in plain[1].param_groups
+    ]
+    whole = whole_state(ours, optimizer)
+    if ctx.rank == 0:
+        assert_same_states(whole["state"], plain[1].state_dict()["state"])
+    return found
+
+
+def assert_same_states(found, expected):
+    assert found.keys() == expected.keys()
+    for number, state in expected.items():
+        assert found[number].keys() == state.keys()
+        for key, value in state.items():
+            mine = found[number][key]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(mine, value), (number, key)
+            else:
+                assert mine == value
+
+
+@pytest.mark.parametrize("split", [None, TINY])
+@on_ranks(2)
+def test_steps_in_the_backward(ctx, split):
+    def run(numel):
+        ddp, optimizer = made(ctx, split=split)
+        ddp.step_in_backward(optimizer)
+        counts = []
+        with tiles_of(numel, counts):
+            train(ctx, ddp, StepsThere(optimizer))
+        return params_of(ddp), len(counts)
+
+    whole, none = run(2**18)
+    found, some = run(64)
+    assert (none, some > 0) == (0, True)
+    assert same(found, whole)
+    return found
+
+
+class StepsThere:
+    """Stands for an optimizer whose steps the backward makes."""
+
+    def __init__(self, optimizer):
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self):
+        pass
+
+
+def stepped(make, numel=16, dtype=torch.float32, steps=3, shape=(10, 10)):
+    """Return a parameter after steps by tiles and whole, the optimizer, and counts."""
+    torch.manual_seed(1)
+    value, grads = torch.randn(shape), torch.randn(steps, *shape)
+    param = torch.nn.Parameter(value.to(dtype))
+    optimizer = make([param])
+    parts, counts = Parts({}, [param]), []
+    with tiles_of(numel, counts):
+        for grad in grads:
+            param.grad = grad.to(dtype)
+            parts.enter(optimizer)
+            optimizer.step()
+            parts.leave(optimizer)
+    return param, optimizer, counts
+
+
+def adamw(params, **options):
+    return torch.optim.AdamW(params, 0.1, **options)
+
+
+def test_the_first_step_makes_a_whole_state():
+    *_, counts = stepped(adamw)
+    assert counts == [7, 7]  # the second and the third
+
+
+def test_what_has_no_state_is_not_tiled():
+    *_, counts = stepped(lambda params: torch.optim.SGD(params, 0.1))
+    assert not counts
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_other_ways_to_step_are_not_tiled(way):
+    *_, counts = stepped(lambda params: adamw(params, **{way: True}))
+    assert not counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_other_dtypes_are_not_tiled(dtype):
+    *_, counts = stepped(adamw, dtype=dtype)
+    assert not counts
+
+
+def test_small_parameters_are_not_tiled():
+    *_, counts = stepped(adamw, numel=51)
+    assert not counts
+
+
+def test_a_parameter_of_real_size():
+    shape = (3, tiles.TILE + 5)
+    param, optimizer, counts = stepped(adamw, tiles.TILE, shape=shape)
+    whole, other, none = stepped(adamw, 2**30, shape=shape)
+    assert (counts, none) == ([4, 4], [])
+    assert torch.equal(param, whole)
+    assert_same_states(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_each_thread_has_a_tile(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert tiles.tile_numel() == threads * tiles.TILE
+    finally:
+        torch.set_num_threads(before)
+
+
+def one_more(make=adamw):
+    """Return a parameter with a state and a gradient, and its optimizer."""
+    param, optimizer, _ = stepped(make, steps=1)
+    param.grad = torch.randn(10, 10)
+    return param, optimizer
+
+
+def test_state_keeps_its_tensors():
+    """A script may hold them, and a checkpoint is written while the next step runs."""
+    param, optimizer = one_more()
+    state = optimizer.state[param]
+    tensors = dict(state)
+    parts = Parts({}, [param])
+    with tiles_of(16):
+        parts.enter(optimizer)
+        assert len(optimizer.state) == len(optimizer.param_groups[0]["params"]) == 7
+        optimizer.step()
+        parts.leave(optimizer)
+    assert optimizer.state[param] is state
+    assert all(state[key] is value for key, value in tensors.items())
+    assert float(state["step"]) == 2
+
+
+def test_a_step_that_raises_leaves_no_tiles():
+    param, optimizer = one_more()
+    state = copy.deepcopy(optimizer.state[param])
+    optimizer.param_groups[0]["betas"] = None, None
+    parts = Parts({}, [param])
+    with tiles_of(16):
+        parts.enter(optimizer)
+        with pytest.raises(TypeError):
+            optimizer.step()
+        parts.leave(optimizer)
+    assert [*optimizer.state] == optimizer.param_groups[0]["params"] == [param]
+    assert torch.equal(optimizer.state[param]["exp_avg"], state["exp_avg"])
+
+
+def test_tensors_made_anew_come_back():
+    """An optimizer need not change its state in place, nor keep what it has had."""
+    param, optimizer = one_more()
+    state = optimizer.state[param]
+    average, parts = state["exp_avg"], Parts({}, [param])
+    with tiles_of(16):
+        parts.enter(optimizer)
+        for number, tile in enumerate(optimizer.param_groups[0]["params"]):
+            of_tile = optimizer.state[tile]
+            of_tile["exp_avg"] = torch.full_like(tile, number)
+            of_tile["more"] = of_tile["exp_avg"] + 1
+            del of_tile["exp_avg_sq"]
+            tile.data = torch.full_like(tile, 2 * number)
+        parts.leave(optimizer)
+    expected = torch.arange(100).div(16, rounding_mode="floor").view(10, 10).float()
+    assert state["exp_avg"] is average
+    assert torch.equal(average, expected)
+    assert torch.equal(state["more"], expected + 1)
+    assert torch.equal(param.data, 2 * expected)
+    assert state.keys() == {"step", "exp_avg", "more"}
+
+
+@pytest.mark.parametrize("odd", ["shape", "strides", "dtype"])
+def test_a_state_of_another_form_is_not_cut(odd):
+    param, optimizer = one_more()
+    values = {
+        "shape": torch.zeros(10),
+        "strides": torch.zeros(10, 10).t(),
+        "dtype": torch.zeros(10, 10, dtype=torch.float64),
+    }
+    optimizer.state[param]["exp_avg"] = values[odd]
+    counts = []
+    with tiles_of(16, counts):
+        parts = Parts({}, [param])
+        parts.enter(optimizer)
+        parts.leave(optimizer)
+    assert not counts
+
+
+def test_gradients_that_a_step_drops_are_dropped():
+    param, optimizer = one_more()
+    parts = Parts({}, [param])
+    with tiles_of(16):
+        parts.enter(optimizer)
+        optimizer.zero_grad()
+        parts.leave(optimizer)
+    assert param.grad is None
