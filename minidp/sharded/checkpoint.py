@@ -85,6 +85,7 @@ def mark_copies(
     rank: int,
     stepper: int,
     steps: Callable[[], int],
+    make_whole: Callable[[Optimizer], None],
 ) -> None:
     """Let copies of an optimizer know what they are copies of.
 
@@ -94,6 +95,7 @@ def mark_copies(
         rank: This rank.
         stepper: The number of the optimizer.
         steps: Returns how many steps were made; -1 if it is divided no more.
+        make_whole: Gives the optimizer its parameters back, if a step has raised.
     """
     vars(optimizer).pop(MARK, None)  # if it is a copy
     alone = owners.size == 1
@@ -103,6 +105,7 @@ def mark_copies(
     def state_of_copy() -> dict[str, Any]:
         mine = reference()
         assert mine is not None
+        make_whole(mine)
         state: dict[str, Any] = type(mine).__getstate__(mine)
         if not alone and steps() >= 0:
             mark = mark_of(owners, rank)

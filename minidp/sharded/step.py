@@ -138,12 +138,20 @@ class ShardedStep(Observer):
             queue.exchanges += self._overflows.exchanges
         # First, because logical ranks look at what a backward has left.
         queue.observers.append(self, first=has_leaves)
-        for number, optimizer in enumerate(self.optimizers):
-            _hook(optimizer, self)
-            hook_state(optimizer, reducer, owners, number)
-            mark_copies(optimizer, owners, rank, number, _counter_of(self))
-            left = weakref.ref(optimizer), self._parts[number].now, owners, rank
-            weakref.finalize(self, _leave, *left).atexit = False
+        for number in range(len(optimizers)):
+            self._hook_optimizer(number, reducer)
+
+    def _hook_optimizer(self, number: int, reducer: Reducer) -> None:
+        optimizer, parts = self.optimizers[number], self._parts[number]
+        owners, rank = self.owners, reducer.rank
+        _hook(optimizer, self)
+        hook_state(optimizer, reducer, owners, number)
+        # After a step that has raised, an emergency checkpoint is one of whole
+        # parameters, too.
+        optimizer.register_state_dict_pre_hook(parts.leave)
+        mark_copies(optimizer, owners, rank, number, _counter_of(self), parts.leave)
+        left = weakref.ref(optimizer), parts.now, owners, rank
+        weakref.finalize(self, _leave, *left).atexit = False
 
     # -- a backward --------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp.sharded import tiles
 from minidp.sharded.parts import Parts
-from tests.sharded.test_split import OPTIMIZERS, TINY, made, params_of, train
+from tests.sharded.test_split import OPTIMIZERS, TINY, made, params_of, train, words
 from tests.support.both import same
 from tests.support.combined import combined
 from tests.support.ranks import on_ranks
@@ -204,6 +204,34 @@ def test_a_step_that_raises_leaves_no_tiles():
         parts.leave(optimizer)
     assert [*optimizer.state] == optimizer.param_groups[0]["params"] == [param]
     assert torch.equal(optimizer.state[param]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.parametrize("saves", ["state_dict", "deepcopy"])
+@on_ranks(2)
+def test_an_emergency_checkpoint_after_a_step_that_raised(ctx, saves):
+    """It has whole parameters, and what the share had before."""
+    with tiles_of(64):
+        ddp, optimizer = made(ctx)
+        params = [*ddp.parameters()]
+        train(ctx, ddp, optimizer, range(2))
+        before = copy.deepcopy(optimizer.state_dict())
+        ddp(words(ctx, 2)).square().mean().backward()
+        group = optimizer.param_groups[0]
+        rate, group["lr"] = group["lr"], "no number"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        group["lr"] = rate
+        if saves == "deepcopy":
+            assert len(copy.deepcopy(optimizer).param_groups[0]["params"]) == 8
+        else:
+            found = optimizer.state_dict()
+            assert len(found["param_groups"][0]["params"]) == 8 + 1  # and the mark
+            assert found["state"].keys() == before["state"].keys()
+            assert all(
+                each["exp_avg"].shape == before["state"][number]["exp_avg"].shape
+                for number, each in found["state"].items()
+            )
+        assert group["params"] == params
 
 
 def test_tensors_made_anew_come_back():
