@@ -9,7 +9,7 @@ they have not come before), `trust` (how often they compare), `dropped` (trainin
 on, but the wrapper is gone), `partial_steps` (of the parameters of one bucket).
 """
 
-from .mistakes import is_nested, refuse_forward
+from .mistakes import is_in_step, is_nested, num_running, refuse_forward
 from .optimizer_guard import Guard
 from .partial_steps import check_partial, step_on
 from .step_hooks import is_averaged, needs_closure
@@ -18,8 +18,10 @@ __all__ = [
     "Guard",
     "check_partial",
     "is_averaged",
+    "is_in_step",
     "is_nested",
     "needs_closure",
+    "num_running",
     "refuse_forward",
     "step_on",
 ]

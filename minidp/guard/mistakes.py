@@ -6,6 +6,7 @@ becomes an error only if a comparison of the ranks proves it (`comparison`).
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -548,6 +549,20 @@ def num_running(optimizer: Optimizer) -> int:
         num_steps += is_step
         frame = frame.f_back
     return num_steps
+
+
+def is_in_step(thread: int) -> bool:
+    """Return whether another thread is in a step of any optimizer."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # for the reason that `minidp.hang.rank_status` gives
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code is not _STEP:
+            frame = frame.f_back
+        return frame is not None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_nested(optimizer: Optimizer) -> bool:

@@ -18,10 +18,12 @@ step is refused (`refuse_copy`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -85,7 +87,7 @@ def mark_copies(
     rank: int,
     stepper: int,
     steps: Callable[[], int],
-    make_whole: Callable[[Optimizer], None],
+    whole: Callable[[Optimizer], AbstractContextManager[bool]],
 ) -> None:
     """Let copies of an optimizer know what they are copies of.
 
@@ -95,7 +97,7 @@ def mark_copies(
         rank: This rank.
         stepper: The number of the optimizer.
         steps: Returns how many steps were made; -1 if it is divided no more.
-        make_whole: Gives the optimizer its parameters back, if a step has raised.
+        whole: Lets the optimizer have its parameters (`Parts.whole`).
     """
     vars(optimizer).pop(MARK, None)  # if it is a copy
     alone = owners.size == 1
@@ -105,13 +107,17 @@ def mark_copies(
     def state_of_copy() -> dict[str, Any]:
         mine = reference()
         assert mine is not None
-        make_whole(mine)
-        state: dict[str, Any] = type(mine).__getstate__(mine)
+        state: dict[str, Any]
+        with whole(mine) as is_for_now:
+            state = type(mine).__getstate__(mine)
+            if is_for_now:  # what is copied is read after this block
+                state["state"] = copy.copy(mine.state)
+                state["param_groups"] = [dict(group) for group in mine.param_groups]
         if not alone and steps() >= 0:
             mark = mark_of(owners, rank)
             is_lost = owns_nothing and steps() > 0 and not _keeps_nothing(mine)
-            is_part = bool(mine.state) or is_lost
-            state[MARK] = Copied(mark, rank, mine.state, is_part)
+            is_part = bool(state["state"]) or is_lost
+            state[MARK] = Copied(mark, rank, state["state"], is_part)
         return state
 
     # Python looks for it on the object itself, too, when it copies or pickles it.

@@ -19,14 +19,21 @@ sake of the cache (`tiles`). Then there are several parts in the place of one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from minidp import world
+from minidp.guard import is_in_step, num_running
+
 from .tiles import Tiles, can_be_cut, may_be_tiled
+
+_SECONDS = 0.001  # between two looks whether a step of another thread is over
 
 
 class _Part(NamedTuple):
@@ -76,15 +83,42 @@ class Exchanged:
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         self.parts: list[_Part] = []
+        self.thread = 0  # in which the step runs, or has raised
 
     def leave(self, optimizer: Optimizer) -> None:
         """Put the parameters back."""
+        self._put_back(optimizer)
+        self.groups.clear()
+        self.parts.clear()
+
+    def leave_for_now(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Put the parameters back, and return a function that takes them out again.
+
+        The step that runs finds the same parts then, with the same states.
+        """
+        state, groups = optimizer.state, [group for group, _ in self.groups]
+        before = [group["params"] for group in groups]
+        absent = [each.param for each in self.parts if each.param not in state]
+        parts = [part for each in self.parts for part in each.parts]
+        states: dict[Tensor, Any] = {
+            part: state[part] for part in parts if part in state
+        }
+        self._put_back(optimizer)
+
+        def take_out() -> None:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+            for param in absent:
+                state.pop(param, None)
+            state.update(states)
+
+        return take_out
+
+    def _put_back(self, optimizer: Optimizer) -> None:
         for group, params in self.groups:
             group["params"] = params
         for part in self.parts:
             part.leave(optimizer.state)
-        self.groups.clear()
-        self.parts.clear()
 
 
 class Parts:
@@ -102,6 +136,9 @@ class Parts:
     ) -> None:
         self._rows, self._tiled = rows, frozenset(tiled)
         self.now = Exchanged()
+        self._num_steps = 0  # in which something was exchanged
+        # By thread: blocks of `whole`, with that number, in which `state_dict()` runs.
+        self._saving: dict[int, list[tuple[Any, int]]] = {}
 
     def enter(self, optimizer: Optimizer) -> None:
         """Put parts into the place of parameters."""
@@ -119,6 +156,8 @@ class Parts:
                     for p in params
                     for each in (found[p].parts if p in found else [p])
                 ]
+        self.now.thread = threading.get_ident()
+        self._num_steps += bool(self.now.parts)
         for part in self.now.parts:
             part.enter(optimizer.state)
 
@@ -146,6 +185,44 @@ class Parts:
     def leave(self, optimizer: Optimizer) -> None:
         """Put the parameters back, if parts are in their place."""
         self.now.leave(optimizer)
+
+    @contextmanager
+    def whole(self, optimizer: Optimizer) -> Iterator[bool]:
+        """Let an optimizer have its parameters inside the block, for a checkpoint.
+
+        It may be written after a step that has raised; or while one runs, by a handler
+        of a signal; or by another thread, which waits until the step is over. A step
+        waits for nothing while parts are there. The block gets whether they come back
+        after it.
+        """
+        now, me = self.now, threading.get_ident()
+        while now.parts and now.thread != me and is_in_step(now.thread):
+            world.sleep(_SECONDS)
+        if not now.parts or now.thread != me or not num_running(optimizer):
+            self.leave(optimizer)
+            yield False
+            return
+        number, take_out = self._num_steps, now.leave_for_now(optimizer)
+        try:
+            yield True
+        finally:
+            if now.parts and number == self._num_steps:
+                take_out()
+
+    def before_saving(self, optimizer: Optimizer) -> None:
+        """Begin a block of `whole` in which ``state_dict()`` runs."""
+        block = self.whole(optimizer)
+        block.__enter__()
+        mine = self._saving.setdefault(threading.get_ident(), [])
+        mine.append((block, self._num_steps))
+
+    def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """End it, and save once more if another thread has stepped in it."""
+        block, number = self._saving[threading.get_ident()].pop()
+        block.__exit__(None, None, None)
+        if number != self._num_steps:
+            state.clear()
+            state.update(optimizer.state_dict())
 
 
 def rows_of(tensor: Tensor, rows: slice | None) -> Tensor:

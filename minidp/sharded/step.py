@@ -146,11 +146,12 @@ class ShardedStep(Observer):
         owners, rank = self.owners, reducer.rank
         _hook(optimizer, self)
         hook_state(optimizer, reducer, owners, number)
-        # After a step that has raised, an emergency checkpoint is one of whole
-        # parameters, too, and a checkpoint that is loaded finds them.
-        optimizer.register_state_dict_pre_hook(parts.leave)
+        # A checkpoint is one of whole parameters, also an emergency one, after a step
+        # that has raised or in the middle of one; and so is one that is loaded.
+        optimizer.register_state_dict_pre_hook(parts.before_saving)
+        optimizer.register_state_dict_post_hook(parts.saved)
         optimizer.register_load_state_dict_pre_hook(lambda own, _: parts.leave(own))
-        mark_copies(optimizer, owners, rank, number, _counter_of(self), parts.leave)
+        mark_copies(optimizer, owners, rank, number, _counter_of(self), parts.whole)
         left = weakref.ref(optimizer), parts.now, owners, rank
         weakref.finalize(self, _leave, *left).atexit = False
 

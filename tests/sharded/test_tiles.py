@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 
@@ -262,6 +263,94 @@ def test_what_may_follow_a_step_that_raised(ctx, first):
         assert optimizer.param_groups[0]["params"] == [*ddp.parameters()]
         assert len(optimizer.state) == (0 if first == "clear" else len(names))
         return train(ctx, ddp, optimizer, range(3, 5))
+
+
+class Looked(defaultdict):
+    """A state that calls something when an optimizer asks for it, once."""
+
+    def __init__(self, values, at, act):
+        super().__init__(dict, values)
+        self.left, self.act = at, act
+
+    def __getitem__(self, key):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return super().__getitem__(key)
+
+    def __copy__(self):
+        return defaultdict(dict, self)
+
+    def __reduce__(self):
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+@pytest.mark.parametrize("saves", ["state_dict", "deepcopy"])
+@pytest.mark.parametrize("at", [1, 5, 30])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@on_ranks(2)
+def test_a_checkpoint_in_the_middle_of_a_step(ctx, name, at, saves):
+    """A handler of a signal may write one, and training goes on."""
+    found, saved = [], []
+    for disturbs in (False, True):
+        ddp, optimizer = made(ctx, name=name)
+        with tiles_of(64):
+            train(ctx, ddp, optimizer, range(2))
+            plain = copy.deepcopy(optimizer.state_dict())
+
+            def save(optimizer=optimizer):
+                if saves == "state_dict":
+                    saved.append(optimizer.state_dict())
+                else:
+                    saved.append(copy.deepcopy(optimizer).state_dict())
+
+            if disturbs:
+                optimizer.state = state = Looked(optimizer.state, at, save)
+            found.append(train(ctx, ddp, optimizer, range(2, 5)))
+            assert not disturbs or state.left < 0
+    (once,) = saved
+    for number, each in plain["state"].items():
+        assert once["state"][number].keys() == each.keys()
+        for key, value in each.items():
+            assert not torch.is_tensor(value) or (
+                once["state"][number][key].shape == value.shape
+            )
+    (mine,), (theirs,) = once["param_groups"], plain["param_groups"]
+    mark = [] if saves == "state_dict" else theirs["params"][-1:]  # a copy has none
+    assert mine["params"] + mark == theirs["params"]
+    assert same(*found)
+    assert {*optimizer.state} <= {*ddp.parameters()}
+    return found[1]
+
+
+@on_ranks(2)
+def test_checkpoints_of_another_thread(ctx):
+    """It may ask at any moment, also in a step."""
+    saved, is_over = [], threading.Event()
+
+    def save(optimizer):
+        while not is_over.is_set():
+            state = optimizer.state_dict()
+            saved.append([each["exp_avg"].shape for each in state["state"].values()])
+
+    found = []
+    for disturbs in (False, True):
+        ddp, optimizer = made(ctx)
+        with tiles_of(16):
+            train(ctx, ddp, optimizer, range(2))
+            shapes = [s["exp_avg"].shape for s in optimizer.state.values()]
+            thread = threading.Thread(target=save, args=(optimizer,))
+            if disturbs:
+                thread.start()
+            found.append(train(ctx, ddp, optimizer, range(2, 30)))
+            is_over.set()
+            if disturbs:
+                thread.join()
+            is_over.clear()
+    assert len(saved) > 3
+    assert all(sorted(each) == sorted(shapes) for each in saved)
+    assert same(*found)
+    return found[1]
 
 
 class Interrupted(defaultdict):
