@@ -136,7 +136,7 @@ class Parts:
     ) -> None:
         self._rows, self._tiled = rows, frozenset(tiled)
         self.now = Exchanged()
-        self._num_steps = 0  # in which something was exchanged
+        self._num_steps = 0  # which have begun
         # By thread: blocks of `whole`, with that number, in which `state_dict()` runs.
         self._saving: dict[int, list[tuple[Any, int]]] = {}
 
@@ -144,6 +144,8 @@ class Parts:
         """Put parts into the place of parameters."""
         if not self._rows and not self._tiled:
             return
+        self.now.thread = threading.get_ident()
+        self._num_steps += 1
         for group in optimizer.param_groups:
             params = group["params"]
             made = {p: self._part(p, group, optimizer.state) for p in params}
@@ -156,8 +158,6 @@ class Parts:
                     for p in params
                     for each in (found[p].parts if p in found else [p])
                 ]
-        self.now.thread = threading.get_ident()
-        self._num_steps += bool(self.now.parts)
         for part in self.now.parts:
             part.enter(optimizer.state)
 
@@ -198,7 +198,10 @@ class Parts:
         now, me = self.now, threading.get_ident()
         while now.parts and now.thread != me and is_in_step(now.thread):
             world.sleep(_SECONDS)
-        if not now.parts or now.thread != me or not num_running(optimizer):
+        if not now.parts:  # another thread may put them there from now on
+            yield False
+            return
+        if now.thread != me or not num_running(optimizer):
             self.leave(optimizer)
             yield False
             return
@@ -211,10 +214,10 @@ class Parts:
 
     def before_saving(self, optimizer: Optimizer) -> None:
         """Begin a block of `whole` in which ``state_dict()`` runs."""
-        block = self.whole(optimizer)
+        block, number = self.whole(optimizer), self._num_steps
         block.__enter__()
         mine = self._saving.setdefault(threading.get_ident(), [])
-        mine.append((block, self._num_steps))
+        mine.append((block, number))
 
     def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """End it, and save once more if another thread has stepped in it."""
