@@ -22,7 +22,7 @@ from torchft import Optimizer
 from minidp.torchft import DataParallel
 from tests.simulation import faults, training
 from tests.simulation.faults import Fault, InjectedError, Kind
-from tests.simulation.lighthouse import Cut, Lighthouse, Limits
+from tests.simulation.lighthouse import Lighthouse, Limits
 from tests.simulation.play import Play, Rank
 from tests.simulation.replicas import Replica
 from tests.simulation.scheduler import Life, Process, Thread
@@ -34,6 +34,7 @@ from .logical import SEED, loss_of
 REPLICAS = 4  # at most
 STEPS = 6
 TRIES = 30  # of a replica that stays alone
+PART_SECONDS = 20.0  # for which replicas are parted at most
 MOMENTUM = 0.5
 SEAMS, POINTS = 400, 24  # up to which something goes wrong with a rank
 KINDS = (
@@ -65,9 +66,12 @@ class Elastic:
         recovers: Whether a script that raises goes on after a `reset`.
         skips: The first time that a replica comes to this step it does not vote.
         more_faults: What else goes wrong, beside the fault of the run.
-        parts: Ranks that the lighthouse does not hear for so many seconds from a step
-            on, and then for how many seconds it does not hear the others. It is
-            (ranks, step, seconds, seconds), or () if it hears all.
+        parts: Ranks that the lighthouse does not hear from a step on, until the others
+            have come to a second one; then it does not hear the others, until these
+            ranks have come to a third one. It is (ranks, step, step, step), or () if
+            it hears all. Neither takes longer than `PART_SECONDS`.
+        alone: For how many seconds the lighthouse hears only a replica that has just
+            learned that it must take the state of others over.
     """
 
     training: Settings
@@ -80,6 +84,7 @@ class Elastic:
     skips: int
     more_faults: tuple[Fault, ...]
     parts: tuple[Any, ...]
+    alone: float = 0.0
 
 
 def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
@@ -95,8 +100,9 @@ def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
     parts: tuple[Any, ...] = ()
     if tape.choose(3) == 2:
         ranks = ((0,), (1,), (0, 1), (2,))[tape.choose(4)]
-        seconds = [(1.5, 4.0, 8.0, 15.0)[tape.choose(4)] for _ in range(2)]
-        parts = (ranks, 1 + tape.choose(3), *seconds)
+        first = 1 + tape.choose(3)
+        second = first + 1 + tape.choose(2)
+        parts = (ranks, first, second, second + (0, 0, 0, -1, 1)[tape.choose(5)])
     return Elastic(
         settings,
         limits,
@@ -108,6 +114,7 @@ def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
         skips=(-1, -1, 1, 2)[tape.choose(4)],
         more_faults=(faults.draw(tape, REPLICAS, SEAMS, POINTS, list(KINDS)),),
         parts=parts,
+        alone=(0.0, 0.0, 4.0, 15.0)[tape.choose(4)],
     )
 
 
@@ -186,6 +193,7 @@ class Job:
     lighthouse: Lighthouse
     ready: set[int] = field(default_factory=set)  # ranks that have made a manager
     gave_up: list[tuple[int, int]] = field(default_factory=list)  # and how many lived
+    part: int = 0  # how far `Elastic.parts` has come
     first_states: set[State] = field(default_factory=set)
     commits: list[Commit] = field(default_factory=list)
     # From which states each replica has computed gradients of each step.
@@ -325,6 +333,8 @@ def train_elastic(ctx: Rank) -> None:
             if not settings.recovers or trainer.inner.before is not None:
                 raise
             trainer.model.reset()
+        if trainer.manager.current_step() < step:
+            _leave_alone(ctx, job)
         ctx.sleep(settings.pause)
     living = [each for each in play.scheduler.processes if each.life is Life.LIVES]
     job.gave_up.append((ctx.rank, sum(each.rank in job.ready for each in living)))
@@ -364,13 +374,29 @@ def _wait_for_others(job: Job, first: Sequence[Process]) -> None:
     )
 
 
+def _leave_alone(ctx: Rank, job: Job) -> None:
+    """Let the lighthouse hear no other replica for a while."""
+    if job.lighthouse.are_all_heard and ctx.settings.alone:
+        others = [rank for rank in range(ctx.size) if rank != ctx.rank]
+        job.lighthouse.cut(others, ctx.settings.alone)
+
+
 def _part(ctx: Rank, job: Job, step: int) -> None:
     """Let the lighthouse hear some replicas no longer, and then the others."""
-    if not ctx.settings.parts or job.lighthouse.cuts or step < ctx.settings.parts[1]:
+    if not ctx.settings.parts:
         return
-    ranks, _, first, second = ctx.settings.parts
-    others, now = [r for r in range(ctx.size) if r not in ranks], ctx.time
-    job.lighthouse.cuts = [
-        Cut(ranks, now, now + first),
-        Cut(others, now + first, now + first + second),
-    ]
+    ranks, *steps = ctx.settings.parts
+    if job.part == len(steps) or step < steps[job.part]:
+        return
+    # Of the first part anybody begins it, then those who are heard end each.
+    if job.part and (ctx.rank in ranks) != (job.part == 2):
+        return
+    job.part += 1
+    job.lighthouse.mend()
+    if job.part == 1:
+        job.lighthouse.cut(ranks, PART_SECONDS)
+    elif job.part == 2:
+        others = [rank for rank in range(ctx.size) if rank not in ranks]
+        job.lighthouse.cut(others, PART_SECONDS)
+    else:  # the lighthouse lets go on alone who asks before all others
+        ctx.sleep(1.0)
