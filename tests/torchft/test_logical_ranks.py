@@ -88,8 +88,10 @@ def test_what_is_trained_and_how(pool, training):
 
 def test_only_what_died_or_was_lost_is_computed_again(pool):
     # Each of three replicas has four logical ranks, and has added three of them up when
-    # the reduction fails. So the two that are left have six to share.
-    notes = check(pool, Training(12, deaths=(Death(1, 4, "backward", 3),)))
+    # the reduction fails. So the two that are left have six to share. The lighthouse is
+    # patient, because one that lives must not be left out beside other work.
+    deaths = (Death(1, 4, "backward", 3),)
+    notes = check(pool, Training(12, deaths=deaths, heartbeat=3.0, join=20.0))
     assert turns_of(notes, 3) == [4, 4, 4]
     assert turns_of(notes, 4) == [7, 7]
 
