@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from tests.simulation.faults import Fault, Kind
-from tests.simulation.play import Play, Rank
+from tests.simulation.play import Play
 from tests.simulation.scenarios import (
     OF_TORCHFT,
     SCENARIOS,
@@ -24,7 +23,7 @@ from tests.simulation.seeds import (
 )
 from tests.simulation.tape import Tape
 
-RUNS = {"torchft": 40, "torchft_logical": 20}
+RUNS = {"torchft": 40, "torchft_logical": 20, "torchft_turns": 20}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,46 +61,22 @@ def test_a_state_is_taken_over_though_its_step_had_no_vote() -> None:
     assert told
 
 
-def in_turns(ctx: Rank) -> None:
-    """Let the ranks of each phase try a step, of which alone the lighthouse hears."""
-    from tests.simulation.scenarios.torchft import Trainer, job_of
-
-    job, done = job_of(ctx._play), ctx.board.setdefault("done", [])
-    c10d._world.default_pg = None  # type: ignore[assignment]
-    trainer = Trainer(ctx, job, ctx.rank)
-    ranks_before: tuple[int, ...] = ()
-    for number, ranks in enumerate(ctx.board["phases"]):
-        job.wait_until(lambda n=number: len(done) == ctx.size * n)
-        if ctx.rank == ranks[0]:
-            job.lighthouse.mend()
-            others = [rank for rank in range(ctx.size) if rank not in ranks]
-            job.lighthouse.cut(others, 100.0)
-        ctx.sleep(1.0)  # until the lighthouse hears their hearts no longer
-        if ctx.rank in ranks_before:  # if they ask first, they go on alone
-            ctx.sleep(1.0)
-        if ctx.rank in ranks:
-            trainer.try_step()
-        ctx.sleep(5.0)
-        ctx.board["steps", number, ctx.rank] = trainer.manager.current_step()
-        done.append(ctx.rank)
-        job.tell()
-        ranks_before = ranks
-
-
 def test_a_step_that_nobody_has_tried_is_no_part_of_a_history() -> None:
     """A replica joins with a state whose step is not the one that was agreed on."""
-    scenario = SCENARIOS["torchft"]
+    scenario = SCENARIOS["torchft_turns"]
+    together = [(0, 1), (0,), (1,), (0, 1), (1, 2), (2,), (1, 2)]
     plan = scenario.draw(Tape(row=()))
-    play = Play(in_turns, Tape(row=()), 3, plan, fault=Fault(Kind.NOTHING, 0, 0))
-    play.board["phases"] = phases = [(0, 1), (0,), (1,), (0, 1), (1, 2), (2,), (1, 2)]
+    plan = replace(plan, turns=tuple((ranks, ()) for ranks in together))
+    fault = Fault(Kind.NOTHING, rank=0, at=0)
+    play = Play(scenario.script, Tape(row=()), 3, plan, fault=fault)
     play.run()
-    steps = [
-        [play.board["steps", number, rank] for rank in ranks]
-        for number, ranks in enumerate(phases)
-    ]
+    scenario.check(play)
+    steps = [[o.step for o in play.outcomes if o.rank == rank] for rank in range(3)]
     # The second one must take the state of the first over, which is there no longer.
     # The third one gets its state, and goes back to the step of that, too.
-    assert steps == [[1, 1], [2], [2], [2, 1], [2, 1], [2], [3, 3]]
+    assert steps == [[0, 1, 2], [0, 1, 2, 1, 2], [0, 1, 2]]
+    commits = play.board["job"].commits
+    assert {each.rank for each in commits if each.step == 2} == {1, 2}
     assert {rank for rank, text in play.warned if "different ways" in text} == {0, 1}
 
 

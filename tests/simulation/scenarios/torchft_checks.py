@@ -22,6 +22,7 @@ from tests.simulation.training import Net, Settings
 
 from .logical import average
 from .torchft import (
+    DIFFERENT,
     STEPS,
     Commit,
     Elastic,
@@ -162,8 +163,11 @@ def _check_words(play: Play) -> None:
     for each in job_of(play).commits:
         ways.setdefault(each.step, set()).add(each.quorum)
     for rank, text in play.warned:
-        if "on different ways" in text and max(map(len, ways.values()), default=0) < 2:
+        if DIFFERENT in text and max(map(len, ways.values()), default=0) < 2:
             raise Finding(f"rank {rank} said {text}")
+    for quorum, (found, size) in job_of(play).told.items():
+        if len(found) == size and len({*found}) == 1:
+            raise Finding(f"all in quorum {quorum} have come by {found[0]}")
     if is_untroubled(play) and play.warned:
         raise Finding(f"rank {play.warned[0][0]} said {play.warned[0][1]}")
 
