@@ -141,6 +141,7 @@ class ReplicaRounds:
                 before = _copies(start.first_buffers)
             self._last = LastStep(quorum.own_step, caught_up, before, None)
             if self._agree(partial, start):
+                quorum.close_state()
                 now = quorum.step_now if step is None else step
                 yield Round(self._turns or [0], logical.options.seed, now)
                 after = self._buffers_after(start)

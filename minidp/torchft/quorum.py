@@ -385,6 +385,14 @@ class Quorum:
         work = self.attempt(lambda: all_reduce(tensor, self.group))
         return work is not None and self.has_arrived(work)
 
+    def close_state(self) -> None:
+        """Let nobody read a state that this replica has sent, since all have it.
+
+        Forwards change module buffers now. The manager closes it at the vote, so that
+        without one a replica that joins next could still read it.
+        """
+        self.manager._checkpoint_transport.disallow_checkpoint()
+
     def note_used(self, sums: Iterable[Sequence[torch.Tensor | None]]) -> None:
         """Note that the next reduction has gradients of these parameters, too."""
         used = {i for grads in sums for i, grad in enumerate(grads) if grad is not None}
