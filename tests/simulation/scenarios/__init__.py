@@ -157,7 +157,7 @@ def add_torchft() -> bool:
         plain,
         script=torchft.train_in_turns,
         draw=torchft.draw_turns,
-        kinds=(Kind.NOTHING, Kind.NOTHING, Kind.DIES),
+        kinds=(Kind.NOTHING, Kind.DIES),
         ranks=(3, 4),
         has_numbers=True,
     )

@@ -35,7 +35,7 @@ from .logical import SEED, loss_of
 
 REPLICAS = 4  # at most
 STEPS = 6
-TURNS = 14
+TURNS, LAST = 12, 5  # turns that are drawn, and those of all replicas at the end
 TRIES = 30  # of a replica that stays alone
 PART_SECONDS = 20.0  # for which replicas are parted at most
 MOMENTUM = 0.5
@@ -144,6 +144,7 @@ def draw_turns(tape: Tape) -> Elastic:
         absent = tape.choose(6)  # who does not vote: mostly nobody, or all
         skips = ranks if absent == 5 else ranks[:1] if absent == 4 else []
         turns.append((tuple(ranks or [tape.choose(REPLICAS)]), tuple(skips)))
+    turns += [(tuple(range(REPLICAS)), ())] * LAST
     return replace(
         drawn,
         limits=HASTY,
@@ -233,6 +234,7 @@ class Job:
     # and how many there are in it.
     told: dict[int, tuple[list[tuple[int, ...]], int]] = field(default_factory=dict)
     ended: set[tuple[int, int]] = field(default_factory=set)  # turns, by rank
+    last_ways: dict[int, tuple[int, ...]] = field(default_factory=dict)  # in them
     # From which states each replica has computed gradients of each step.
     seen: set[tuple[int, int, State]] = field(default_factory=set)
     waiting: list[Thread] = field(default_factory=list)  # for any change of this
@@ -264,7 +266,7 @@ class Trainer:
         self._ctx, self._job, self._number = ctx, job, number
         self._has_skipped = False
         self.leaves_vote_out = False
-        self._way: tuple[int, ...] = ()  # the quorums that committed this state's steps
+        self.way: tuple[int, ...] = ()  # the quorums that committed this state's steps
         self._settings: Elastic = ctx.settings
         options = self._settings.training.constructor
         if self._settings.number is None:
@@ -281,10 +283,10 @@ class Trainer:
 
     def _save(self) -> Any:
         optimizer = self.inner.state_dict()
-        return {"net": self.net.state_dict(), "optimizer": optimizer, "way": self._way}
+        return {"net": self.net.state_dict(), "optimizer": optimizer, "way": self.way}
 
     def _load(self, state: Any) -> None:
-        self._way = state["way"]
+        self.way = state["way"]
         self.net.load_state_dict(state["net"])
         self.inner.load_state_dict(state["optimizer"])
 
@@ -305,9 +307,9 @@ class Trainer:
         quorum = self.manager._quorum_id
         if self._count_warnings() > said:
             size = len(self.model.participants)
-            self._job.told.setdefault(quorum, ([], size))[0].append(self._way)
+            self._job.told.setdefault(quorum, ([], size))[0].append(self.way)
         if self.inner.before is not None:
-            self._way = (*self._way, quorum)
+            self.way = (*self.way, quorum)
             self._job.commits.append(self._commit(self.inner.before))
             self._job.tell()
 
@@ -412,14 +414,14 @@ def train_in_turns(ctx: Rank) -> None:
             job.lighthouse.cut(others, 1000.0)
         # The lighthouse lets those of the last quorum go on alone, if they ask first.
         ctx.sleep(2.0 if ctx.rank in before else 1.0)
-        step = trainer.manager.current_step()
-        if ctx.rank in ranks and step < STEPS:
+        if ctx.rank in ranks:
             trainer.leaves_vote_out = ctx.rank in skips
-            with ctx.step(step):
+            with ctx.step(trainer.manager.current_step()):
                 trainer.try_step()
         before = ranks
         job.ended.add((number, ctx.rank))
         job.tell()
+    job.last_ways[ctx.rank] = trainer.way
 
 
 def _wait_for_turn(job: Job, number: int) -> None:
