@@ -25,7 +25,8 @@ from typing import Any
 from minidp.errors import explain
 
 NEW = 1  # the number of a replica that has committed nothing
-KEY = "history"  # the key of the number in the state that a joining replica receives
+# The keys of a replica's number, and of its `own_step`, in the state that it sends.
+KEY, OWN_STEP = "history", "own_step"
 
 
 def after(number: int, step: int, quorum: int) -> int:
@@ -65,9 +66,15 @@ def warning(rank: int, step: int, replicas: Sequence[int]) -> str:
 
 
 class History:
-    """The number of one replica, of its last committed step."""
+    """The number of one replica, of its last committed step.
+
+    Attributes:
+        own_step: The step that comes next for this replica's state, if the manager
+            takes it for the state of another step, so that it is brought up to date.
+    """
 
     def __init__(self) -> None:
+        self.own_step: int | None = None
         self._number = NEW
         self._next: tuple[int, int] | None = None  # a step, and the number after it
         self._received: object = None  # the last state that came from another replica
@@ -85,6 +92,10 @@ class History:
         self._number = self.at(step)
         self._next = step, after(self._number, step, quorum)
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what to send with the state in which ``step`` is the next step."""
+        return {KEY: self.at(step), OWN_STEP: self.own_step}
+
     def receive(self, state: dict[str, Any]) -> None:
         """Take over the number of the state that another replica has sent.
 
@@ -93,3 +104,4 @@ class History:
         if state is not self._received:
             self._received = state
             self._number, self._next = state.get(KEY, NEW), None
+            self.own_step = state.get(OWN_STEP)

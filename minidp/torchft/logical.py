@@ -139,8 +139,9 @@ class ReplicaRounds:
             elif attempt == 1:
                 self._correct_buffers(start)
                 before = _copies(start.first_buffers)
-            self._last = LastStep(quorum.step_now, caught_up, before, None)
+            self._last = LastStep(quorum.own_step, caught_up, before, None)
             if self._agree(partial, start):
+                quorum.close_state()
                 now = quorum.step_now if step is None else step
                 yield Round(self._turns or [0], logical.options.seed, now)
                 after = self._buffers_after(start)
@@ -171,7 +172,7 @@ class ReplicaRounds:
 
     def _correct_buffers(self, start: Start) -> None:
         """Let module buffers be those of the last committed step."""
-        found = self._buffers_at(self._quorum.step_now)
+        found = self._buffers_at(self._quorum.own_step)
         if found is not None:
             start.begin_with(found)
 

@@ -41,7 +41,6 @@ logger = logging.getLogger("minidp")
 KNOWN = ("0.2.0",)  # the versions whose private names mean what is assumed below
 KEY = "minidp"  # the key of the layout in the state that a joining replica receives
 BUFFERS = "buffers"  # the key of module buffers there
-OWN_STEP = "own_step"  # and of the step, if the manager believes in another one
 ATTEMPTS = 3  # how often gradients are sent before the step is given up
 SUM = ReduceOp.SUM
 Started = TypeVar("Started")
@@ -255,8 +254,6 @@ class Quorum:
         self.buffers_at = lambda _step: None
         # The state of the replica with which this one catches up in this quorum.
         self.received: dict[str, Any] | None = None
-        # The step of this state, if the manager takes it for that of the step before.
-        self._own_step: int | None = None
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # the participants that were logged last
         try:
@@ -268,18 +265,25 @@ class Quorum:
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a replica that joins. The manager calls this."""
-        own = self._own_step
-        step = self.step_now if own is None else own
-        state = self.agreement.state(step)
-        state |= {history.KEY: self._history.at(step), OWN_STEP: own}
+        """Return the state for a replica that joins. The manager calls this.
+
+        Raises:
+            MiniDPError: This replica is at a step of which it has received the state,
+                but has not taken it over. Whoever joins would get an older one.
+        """
+        if self._is_late:
+            what = f"This replica does not have the state of step {self.step_now} yet, "
+            what += "for which another one asks."
+            remedy = "wait: the other one asks again"
+            raise MiniDPError(explain(self.rank, what, remedy=remedy))
+        step = self.own_step
+        state = self.agreement.state(step) | self._history.state(step)
         return state | {BUFFERS: self.buffers_at(step)}
 
     def _receive(self, state: dict[str, Any]) -> None:
         """Use the state of the replica with which this one catches up."""
         self._history.receive(state)
         self.agreement.receive(state)
-        self._own_step = state.get(OWN_STEP)
 
     @property
     def contributes(self) -> bool:
@@ -331,6 +335,12 @@ class Quorum:
         return int(self.manager.current_step())
 
     @property
+    def own_step(self) -> int:
+        """The number of the step that comes next for the state of this replica."""
+        own = self._history.own_step
+        return self.step_now if own is None else own
+
+    @property
     def group(self) -> Any:
         """The manager's process group, over the replicas in the quorum."""
         return self.manager._pg
@@ -374,6 +384,14 @@ class Quorum:
         """
         work = self.attempt(lambda: all_reduce(tensor, self.group))
         return work is not None and self.has_arrived(work)
+
+    def close_state(self) -> None:
+        """Let nobody read a state that this replica has sent, since all have it.
+
+        Forwards change module buffers now. The manager closes it at the vote, so that
+        without one a replica that joins next could still read it.
+        """
+        self.manager._checkpoint_transport.disallow_checkpoint()
 
     def note_used(self, sums: Iterable[Sequence[torch.Tensor | None]]) -> None:
         """Note that the next reduction has gradients of these parameters, too."""
@@ -419,22 +437,35 @@ class Quorum:
         self._find_out()
         self._take_over_late()
         self.received = self._received()
+        has_returned = False
         if self.received is None:
-            self._return_to_own_step()
+            has_returned = self._return_to_own_step()
             self.agreement.follow(self.manager.current_step())
         else:
             self._receive(self.received)
         self._compare_histories()
+        if has_returned:
+            self.gave_up = True
+            self.give_up("this replica was believed to be at an earlier step")
 
-    def _return_to_own_step(self) -> None:
+    def _return_to_own_step(self) -> bool:
         """Let the manager have the step of our state, if nobody had another one.
 
-        Else this replica would do a step again from the state after it.
+        Else this replica would do a step again from the state after it. The backward
+        that has begun may have the batch of that step, so its gradients do not count.
         """
-        manager, step = self.manager, self._own_step
-        if step is not None and not manager._healing:
-            manager.load_state_dict(manager.state_dict() | {"step": step})
-            self._own_step = None
+        manager, step = self.manager, self._history.own_step
+        if step is None or manager._healing:
+            return False
+        manager.load_state_dict(manager.state_dict() | {"step": step})
+        self._history.own_step = None
+        return True
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the state of another replica has come, but its step had no vote."""
+        manager = self.manager
+        return not manager._healing and manager._pending_state_dict is not None
 
     def _take_over_late(self) -> None:
         """Give this step up if the state of another replica came before, for nothing.
@@ -446,7 +477,7 @@ class Quorum:
         vote loads the state. The others hear of it at once, and repeat the step.
         """
         manager = self.manager
-        if manager._healing or manager._pending_state_dict is None:
+        if not self._is_late:
             return
         what = f"This replica has received the state of step {self.step_now}, but the "
         what += "step ended without a vote. It takes the state over now."
@@ -466,8 +497,8 @@ class Quorum:
         """
         manager, step, now = self.manager, self.step_now, self.manager._quorum_id
         mine = self._history.at(step)
-        self._history.begin(step, now)
         if now == self._compared:
+            self._history.begin(step, now)
             return
         place, size = self.place
         message = torch.zeros(2, size, dtype=torch.int64, device=self.device)
@@ -483,6 +514,7 @@ class Quorum:
         others = [place for place, number in enumerate(numbers) if number != wanted]
         if not others:
             self._compared = now
+            self._history.begin(step, now)
             return
         names = self.members()
         names = names if len(names) == size else list(range(size))
@@ -490,7 +522,7 @@ class Quorum:
         logger.warning("%s", text)
         if mine != wanted:
             manager.load_state_dict(manager.state_dict() | {"step": step - 1})
-            self._own_step = step
+            self._history.own_step = step
         self.gave_up = True
         self.give_up("replicas have different histories")
 

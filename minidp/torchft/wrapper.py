@@ -143,7 +143,8 @@ class DataParallel(data_parallel.DataParallel):
         """
         if copy_from is not None:
             _refuse("copy_from in reset()", "the manager heals replicas by itself")
-        quorum, layout = self._quorum, self._quorum.state()["layout"]
+        quorum = self._quorum
+        layout = quorum.agreement.state(quorum.own_step)["layout"]
         quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
         super().reset()
         quorum.agreement.adopt(layout)

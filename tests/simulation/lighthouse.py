@@ -100,6 +100,21 @@ class Lighthouse:
                 return cut
         return None
 
+    @property
+    def are_all_heard(self) -> bool:
+        """Whether no process is cut off now."""
+        return all(cut.until <= self.scheduler.time for cut in self.cuts)
+
+    def cut(self, ranks: Sequence[int], seconds: float) -> None:
+        """Hear nothing of some processes from now on, and tell them nothing."""
+        now = self.scheduler.time
+        self.cuts.append(Cut(ranks, now, now + seconds))
+
+    def mend(self) -> None:
+        """Hear all processes again."""
+        for cut in self.cuts:
+            cut.until = min(cut.until, self.scheduler.time)
+
     def ask(self, request: Request) -> None:
         """Let a replica wait for a quorum from now on."""
         request.joined = self.scheduler.time
@@ -176,15 +191,21 @@ class Lighthouse:
         return min(times)
 
     def _answer(self, request: Request, quorum: Quorum) -> None:
+        process = request.process
+        names = ", ".join(each.id for each in quorum.members)
+        what = f"quorum {quorum.number} arrives: {names}"
+
         def deliver() -> None:
+            if self.cut_of(process) is not None:
+                later = self.scheduler.time + TICK_SECONDS
+                self.scheduler.send(Message(process, deliver, "", later))
+                return
+            self.scheduler.note(what)
             request.quorum = quorum
             request.answered.set()
 
-        process, cut = request.process, self.cut_of(request.process)
-        time = max(self.network.arrival(process), 0.0 if cut is None else cut.until)
-        names = ", ".join(each.id for each in quorum.members)
-        what = f"quorum {quorum.number} arrives: {names}"
-        self.scheduler.send(Message(process, deliver, what, time))
+        time = self.network.arrival(process)
+        self.scheduler.send(Message(process, deliver, "", time))
 
 
 @dataclass(eq=False)

@@ -24,6 +24,9 @@ because simulation cannot reach them or nothing depends on them any more:
   `reset()` leave the default group as well.
 * Numbers of backwards on which no reset agrees: nothing in these scenarios, which copy
   a rank or repeat a step, was seen to depend on them.
+* Replicas of torchft that get the state of one that loses a comparison of histories, or
+  no state in a step with module buffers: too much has to happen for a minute's search.
+  `tests/torchft` has them.
 * Questions of the guard (an answer in the place of a post, a question without an end,
   steps that are published late, a meeting that looks at posts first): heartbeats decide
   these a second time, and then nothing is proved, which is right, too.
@@ -308,6 +311,34 @@ MUTANTS = [
         "torchft_logical",
     ),
     Mutant(
+        "a replica that nobody brings up to date does its last step again",
+        "torchft/quorum.py",
+        "            has_returned = self._return_to_own_step()\n",
+        "            pass\n",
+        "torchft_turns",
+    ),
+    Mutant(
+        "a replica that returns to its own step averages a batch of the one before",
+        "torchft/quorum.py",
+        "        if has_returned:\n",
+        "        if False:\n",
+        "torchft_turns",
+    ),
+    Mutant(
+        "a state that was not taken over is sent on",
+        "torchft/quorum.py",
+        "        if self._is_late:\n            what =",
+        "        if False:\n            what =",
+        "torchft_turns",
+    ),
+    Mutant(
+        "a replica that must catch up goes back to the buffers of the step before",
+        "torchft/logical.py",
+        "self._buffers_at(self._quorum.own_step)",
+        "self._buffers_at(self._quorum.step_now)",
+        "torchft_turns",
+    ),
+    Mutant(
         "a reset goes on with the trial of a layout that this rank was in",
         "autotune/tuner.py",
         "        self._trial = -1  # the number",
@@ -319,6 +350,9 @@ MUTANTS = [
 
 def main(arguments: Sequence[str]) -> int:
     """Look for all mutants, or for those that are named."""
+    if unknown := {*arguments} - {m.name for m in MUTANTS}:
+        print(f"there is no mutant {', '.join(sorted(unknown))}")
+        return 2
     chosen = [m for m in MUTANTS if not arguments or m.name in arguments]
     survivors = []
     for mutant in chosen:

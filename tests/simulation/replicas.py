@@ -65,11 +65,11 @@ class Server(Host):
         scheduler, seconds = lighthouse.scheduler, timeout.total_seconds()
         scheduler.turn(f"asks for a quorum of step {step}")
         deadline = scheduler.time + seconds
-        while (cut := lighthouse.cut_of(self.process)) is not None:
-            if cut.until >= deadline:
-                scheduler.block(deadline - scheduler.time, "the lighthouse")
+        while lighthouse.cut_of(self.process) is not None:
+            left = deadline - scheduler.time
+            if left <= 0:
                 raise TimeoutError("lighthouse quorum timeout")
-            scheduler.block(cut.until - scheduler.time, "the lighthouse")
+            scheduler.block(min(left, GLANCE_SECONDS), "the lighthouse")
         event = Event(scheduler)
         request = Request(self.id, step, commit_failures, self.process, event)
         lighthouse.ask(request)

@@ -59,6 +59,9 @@ class Training:
         options: Of the wrapper.
         sometimes: Whether some logical ranks leave a layer out.
         micro_batches: How many backwards there are in each turn.
+        pause: Seconds between steps, so that who comes back takes part.
+        heartbeat, join: For how many seconds the lighthouse believes that a replica
+            lives, of which it hears nothing, and waits for one that lives.
     """
 
     leaves: int = 6
@@ -68,7 +71,9 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     sometimes: bool = False
     micro_batches: int = 1
-    pause: float = 0.1  # seconds between steps, so that who comes back takes part
+    pause: float = 0.1
+    heartbeat: float = 0.6
+    join: float = 2.0
 
 
 class Net(nn.Module):
@@ -255,8 +260,8 @@ class Job:
         self._lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=1,
-            join_timeout_ms=2000,
-            heartbeat_timeout_ms=600,
+            join_timeout_ms=int(1000 * training.join),
+            heartbeat_timeout_ms=int(1000 * training.heartbeat),
             quorum_tick_ms=20,
         )
         self._context = multiprocessing.get_context("forkserver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -87,8 +88,10 @@ def test_what_is_trained_and_how(pool, training):
 
 def test_only_what_died_or_was_lost_is_computed_again(pool):
     # Each of three replicas has four logical ranks, and has added three of them up when
-    # the reduction fails. So the two that are left have six to share.
-    notes = check(pool, Training(12, deaths=(Death(1, 4, "backward", 3),)))
+    # the reduction fails. So the two that are left have six to share. The lighthouse is
+    # patient, because one that lives must not be left out beside other work.
+    deaths = (Death(1, 4, "backward", 3),)
+    notes = check(pool, Training(12, deaths=deaths, heartbeat=3.0, join=20.0))
     assert turns_of(notes, 3) == [4, 4, 4]
     assert turns_of(notes, 4) == [7, 7]
 
@@ -187,6 +190,83 @@ def test_a_step_that_is_not_committed_is_repeated_with_the_same_bits(lighthouse)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert net[0].num_batches_tracked == 1
     manager.shutdown(wait=False)
+
+
+class Counting:
+    """A replica whose module buffer counts the steps."""
+
+    def __init__(self, number: int, address: str) -> None:
+        self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        self.manager = make_manager(number, address, self._load, self._save)
+        options = {"logical_ranks": 2}
+        self.model = minidp.torchft.DataParallel(self.manager, self.net, **options)
+        inner = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.optimizer = Optimizer(self.manager, inner)
+
+    def _save(self) -> Any:
+        return {"net": self.net.state_dict()}
+
+    def _load(self, state: Any) -> None:
+        self.net.load_state_dict(state["net"])
+
+    def loop(self) -> None:
+        for leaf in self.model.each_logical_rank():
+            self.model(torch.arange(6.0).view(3, 2) + leaf).sum().backward()
+
+    def finish_step(self) -> None:
+        self.loop()
+        self.optimizer.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.finish_step()
+
+    def die(self) -> None:
+        self.manager.shutdown(wait=False)
+        self.manager._pg.abort()
+
+    @property
+    def count(self) -> int:
+        return int(self.net[0].num_batches_tracked)
+
+
+def test_a_replica_to_which_no_state_comes_keeps_its_own_buffers():
+    """It has received some before, in a step that its source had begun before."""
+    server = hasty_lighthouse()
+    a = Counting(0, server.address())
+    a.step()
+    a.step()
+    a.optimizer.zero_grad()
+    a.loop()
+    a.manager.report_error(RuntimeError("once"))
+    a.optimizer.step()
+    assert a.manager.current_step() == 2
+    b = Counting(1, server.address())
+    b.optimizer.zero_grad()  # asks before the first one, which goes on alone else
+    time.sleep(0.5)
+    a.optimizer.zero_grad()
+    with ThreadPoolExecutor() as pool:
+        for calls in ([a.finish_step, b.finish_step], [a.step, b.step]):
+            for future in [pool.submit(call) for call in calls]:
+                future.result(timeout=30)
+    assert [each.manager.current_step() for each in (a, b)] == [4, 4]
+    assert [each.count for each in (a, b)] == [4, 4]
+    transport = b.manager._checkpoint_transport
+    receive = transport.recv_checkpoint
+
+    def fails(**_arguments: Any) -> None:
+        transport.recv_checkpoint = receive
+        a.die()
+        raise RuntimeError("lost")
+
+    transport.recv_checkpoint = fails
+    a.manager.load_state_dict(a.manager.state_dict() | {"step": 6})
+    a.optimizer.zero_grad()
+    b.step()
+    assert b.manager.current_step() == 5
+    assert b.count == 5
+    b.die()
+    server.shutdown()
 
 
 @pytest.mark.parametrize("logical", [{}, {"logical_ranks": 2}], ids=["plain", "tree"])

@@ -665,3 +665,65 @@ def test_replicas_that_went_on_without_each_other_find_a_common_state(parts, cap
     for line in lines.values():
         line.close()
     server.shutdown()
+
+
+def test_a_replica_that_must_catch_up_finds_nobody_and_goes_on_from_its_own_step():
+    """It has told the manager that it is one step behind, for a state to come."""
+    server = hasty_lighthouse()
+    lines = [Line(server.address()) for _ in range(4)]
+    replicas = together(
+        *(
+            partial(Replica, k, line.address, manager={"patience": PATIENCE}, **SMALL)
+            for k, line in enumerate(lines)
+        )
+    )
+    leave_whole(lines[:2], lines)
+    train(3, *replicas[:2])
+    for each in replicas[:2]:
+        leave_whole([lines[each.number]], lines)
+        each.train(5)
+    first, second, *joining = replicas
+    leave_whole(lines, lines)
+    # The third one joins with the state of the first, and the fourth with the other.
+    meet([[each.step] for each in (first, *joining, second)])
+    assert [each.manager.current_step() for each in replicas] == [5, 4, 5, 4]
+    state = copy.deepcopy(second.net)
+    for each in (second, replicas[3]):
+        assert torch.equal(flat(each.net), flat(state))
+        leave_whole([lines[each.number]], lines)
+        each.train(7)
+        alone = copy.deepcopy(state)
+        for step in (5, 6):
+            alone.zero_grad()
+            one_step(alone, step, (each.number,), ("both",) * 4)
+            same(each.seen[step + 1], flat(alone))
+    for each in replicas:
+        each.die()
+    for line in lines:
+        line.close()
+    server.shutdown()
+
+
+def test_who_has_not_taken_over_a_state_brings_nobody_up_to_date(start):
+    """The manager believes it at the step of the others, with its old parameters."""
+    a, b = start(1, 2, **SMALL)
+    train(3, a, b)
+    short = {"manager": {"timeout": timedelta(seconds=2)}}
+    (late,) = start(0, **SMALL, **short)  # the first one of those at the highest step
+
+    def skip_once(each):
+        while True:  # until the first step of all three
+            each.optimizer.zero_grad()
+            each.model(batch(each.number, each.manager.current_step())).sum().backward()
+            if len(each.model.participants) == 3:
+                return
+            each.optimizer.step()
+
+    together(*(partial(skip_once, each) for each in (a, b, late)))
+    (joins,) = start(3, **SMALL, **short)
+    meet([[partial(each.train, 30)] for each in (joins, a, b, late)])
+    for each in (late, joins):
+        common = a.seen.keys() & each.seen.keys()
+        assert max(common) == 30
+        for step in common:
+            assert torch.equal(each.seen[step], a.seen[step]), (each.number, step)

@@ -128,7 +128,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leave_out": Scenario(leave_out, lambda _: Settings(), check_left_out),
 }
 
-OF_TORCHFT = ("torchft", "torchft_logical")
+OF_TORCHFT = ("torchft", "torchft_logical", "torchft_turns")
 
 
 def add_torchft() -> bool:
@@ -153,6 +153,14 @@ def add_torchft() -> bool:
     draw = torchft.draw_elastic_logical
     SCENARIOS["torchft"] = plain
     SCENARIOS["torchft_logical"] = replace(plain, draw=draw, has_numbers=True)
+    SCENARIOS["torchft_turns"] = replace(
+        plain,
+        script=torchft.train_in_turns,
+        draw=torchft.draw_turns,
+        kinds=(Kind.NOTHING, Kind.DIES),
+        ranks=(3, 4),
+        has_numbers=True,
+    )
     return True
 
 

@@ -4,7 +4,8 @@ A training on simulated managers (`replicas`), of which `torchft_checks` compute
 committed step again. In `torchft` each replica has its own batch. A parameter without
 effect, `Marked.who`, has the replica's one-hot vector as gradient, so that an average
 tells who has contributed. In `torchft_logical` a step is the work of logical ranks, and
-each committed one has the bits of one process.
+each committed one has the bits of one process. In `torchft_turns` the lighthouse hears
+of some replicas only, which try one step, and then of others: they part and meet often.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchft import Optimizer
 from minidp.torchft import DataParallel
 from tests.simulation import faults, training
 from tests.simulation.faults import Fault, InjectedError, Kind
-from tests.simulation.lighthouse import Cut, Lighthouse, Limits
+from tests.simulation.lighthouse import Lighthouse, Limits
 from tests.simulation.play import Play, Rank
 from tests.simulation.replicas import Replica
 from tests.simulation.scheduler import Life, Process, Thread
@@ -34,7 +35,9 @@ from .logical import SEED, loss_of
 
 REPLICAS = 4  # at most
 STEPS = 6
+TURNS, LAST = 12, 5  # turns that are drawn, and those of all replicas at the end
 TRIES = 30  # of a replica that stays alone
+PART_SECONDS = 20.0  # for which replicas are parted at most
 MOMENTUM = 0.5
 SEAMS, POINTS = 400, 24  # up to which something goes wrong with a rank
 KINDS = (
@@ -47,7 +50,9 @@ KINDS = (
     Kind.DIES_SILENTLY,
     Kind.INTERRUPTED,
 )
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
 HASTY = Limits(heartbeat=0.6, join=1.0, quorum=20.0, manager=10.0, group=10.0)
+DIFFERENT = "on different ways"  # so minidp warns
 # Of a parameter its values, and of its momentum; of a buffer its values.
 State = tuple[bytes, ...]
 
@@ -66,9 +71,14 @@ class Elastic:
         recovers: Whether a script that raises goes on after a `reset`.
         skips: The first time that a replica comes to this step it does not vote.
         more_faults: What else goes wrong, beside the fault of the run.
-        parts: Ranks that the lighthouse does not hear for so many seconds from a step
-            on, and then for how many seconds it does not hear the others. It is
-            (ranks, step, seconds, seconds), or () if it hears all.
+        parts: Ranks that the lighthouse does not hear from a step on, until the others
+            have come to a second one; then it does not hear the others, until these
+            ranks have come to a third one. It is (ranks, step, step, step), or () if
+            it hears all. Neither takes longer than `PART_SECONDS`.
+        alone: For how many seconds the lighthouse hears only a replica that has just
+            learned that it must take the state of others over.
+        turns: Who tries a step at the same time, and who of them does not vote. It is
+            () if all do what they do when they want.
     """
 
     training: Settings
@@ -81,6 +91,8 @@ class Elastic:
     skips: int
     more_faults: tuple[Fault, ...]
     parts: tuple[Any, ...]
+    alone: float = 0.0
+    turns: tuple[Turn, ...] = ()
 
 
 def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
@@ -96,8 +108,9 @@ def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
     parts: tuple[Any, ...] = ()
     if tape.choose(3) == 2:
         ranks = ((0,), (1,), (0, 1), (2,))[tape.choose(4)]
-        seconds = [(1.5, 4.0, 8.0, 15.0)[tape.choose(4)] for _ in range(2)]
-        parts = (ranks, 1 + tape.choose(3), *seconds)
+        first = 1 + tape.choose(3)
+        second = first + 1 + tape.choose(2)
+        parts = (ranks, first, second, second + (0, 0, 0, -1, 1)[tape.choose(5)])
     return Elastic(
         settings,
         limits,
@@ -109,6 +122,7 @@ def draw_elastic(tape: Tape, *, is_logical: bool = False) -> Elastic:
         skips=(-1, -1, 1, 2)[tape.choose(4)],
         more_faults=(faults.draw(tape, REPLICAS, SEAMS, POINTS, list(KINDS)),),
         parts=parts,
+        alone=(0.0, 0.0, 4.0, 15.0)[tape.choose(4)],
     )
 
 
@@ -118,6 +132,32 @@ _OPTIONS = "bucket_cap_mb", "gradient_as_bucket_view", "batched_grad_copy"
 def draw_elastic_logical(tape: Tape) -> Elastic:
     """Draw the same by logical ranks."""
     return draw_elastic(tape, is_logical=True)
+
+
+def draw_turns(tape: Tape) -> Elastic:
+    """Draw who tries steps together, one step after the other."""
+    is_logical = tape.choose(2) == 1
+    drawn = draw_elastic(tape, is_logical=is_logical)
+    turns = []
+    for _ in range(TURNS):
+        ranks = [rank for rank in range(REPLICAS) if tape.choose(2) == 0]
+        absent = tape.choose(6)  # who does not vote: mostly nobody, or all
+        skips = ranks if absent == 5 else ranks[:1] if absent == 4 else []
+        turns.append((tuple(ranks or [tape.choose(REPLICAS)]), tuple(skips)))
+    turns += [(tuple(range(REPLICAS)), ())] * LAST
+    return replace(
+        drawn,
+        limits=HASTY,
+        pause=0.0,
+        late=0,
+        replaces=False,
+        recovers=False,
+        skips=-1,
+        more_faults=(),
+        parts=(),
+        alone=0.0,
+        turns=tuple(turns),
+    )
 
 
 class Marked(Net):
@@ -187,8 +227,14 @@ class Job:
     lighthouse: Lighthouse
     ready: set[int] = field(default_factory=set)  # ranks that have made a manager
     gave_up: list[tuple[int, int]] = field(default_factory=list)  # and how many lived
+    part: int = 0  # how far `Elastic.parts` has come
     first_states: set[State] = field(default_factory=set)
     commits: list[Commit] = field(default_factory=list)
+    # By quorum, in which ways came those who say that they have come by different ones,
+    # and how many there are in it.
+    told: dict[int, tuple[list[tuple[int, ...]], int]] = field(default_factory=dict)
+    ended: set[tuple[int, int]] = field(default_factory=set)  # turns, by rank
+    last_ways: dict[int, tuple[int, ...]] = field(default_factory=dict)  # in them
     # From which states each replica has computed gradients of each step.
     seen: set[tuple[int, int, State]] = field(default_factory=set)
     waiting: list[Thread] = field(default_factory=list)  # for any change of this
@@ -219,6 +265,8 @@ class Trainer:
     def __init__(self, ctx: Rank, job: Job, number: int) -> None:
         self._ctx, self._job, self._number = ctx, job, number
         self._has_skipped = False
+        self.leaves_vote_out = False
+        self.way: tuple[int, ...] = ()  # the quorums that committed this state's steps
         self._settings: Elastic = ctx.settings
         options = self._settings.training.constructor
         if self._settings.number is None:
@@ -234,15 +282,18 @@ class Trainer:
         job.first_states.add(state_of(self.net, self.inner))
 
     def _save(self) -> Any:
-        return {"net": self.net.state_dict(), "optimizer": self.inner.state_dict()}
+        optimizer = self.inner.state_dict()
+        return {"net": self.net.state_dict(), "optimizer": optimizer, "way": self.way}
 
     def _load(self, state: Any) -> None:
+        self.way = state["way"]
         self.net.load_state_dict(state["net"])
         self.inner.load_state_dict(state["optimizer"])
 
     def try_step(self) -> None:
         """Try one step, and keep it if it was committed."""
         self.inner.before = None
+        said = self._count_warnings()
         self._optimizer.zero_grad()
         if self._settings.number is None:
             self.net.who.grad = None
@@ -253,12 +304,23 @@ class Trainer:
         self._ctx.point("before a step")
         if self._votes():
             self._optimizer.step()
+        quorum = self.manager._quorum_id
+        if self._count_warnings() > said:
+            size = len(self.model.participants)
+            self._job.told.setdefault(quorum, ([], size))[0].append(self.way)
         if self.inner.before is not None:
+            self.way = (*self.way, quorum)
             self._job.commits.append(self._commit(self.inner.before))
             self._job.tell()
 
+    def _count_warnings(self) -> int:
+        warned = self._ctx._play.warned
+        return sum(r == self._ctx.rank and DIFFERENT in text for r, text in warned)
+
     def _votes(self) -> bool:
         """Return whether the script goes on to the vote, and not to the next step."""
+        if self.leaves_vote_out:
+            return False
         is_it = self.manager.current_step() == self._settings.skips
         if not is_it or self._has_skipped:
             return True
@@ -327,9 +389,51 @@ def train_elastic(ctx: Rank) -> None:
             if not settings.recovers or trainer.inner.before is not None:
                 raise
             trainer.model.reset()
+        if trainer.manager.current_step() < step:
+            _leave_alone(ctx, job)
         ctx.sleep(settings.pause)
     living = [each for each in play.scheduler.processes if each.life is Life.LIVES]
     job.gave_up.append((ctx.rank, sum(each.rank in job.ready for each in living)))
+
+
+def train_in_turns(ctx: Rank) -> None:
+    """Try a step in each turn that this replica has."""
+    settings, play = ctx.settings, ctx._play
+    job = job_of(play)
+    c10d._world.default_pg = None
+    c10d._world.pg_map.clear()
+    torch.manual_seed(SEED)
+    trainer = Trainer(ctx, job, ctx.rank)
+    before: tuple[int, ...] = ()
+    for number, (ranks, skips) in enumerate(settings.turns):
+        _wait_for_turn(job, number)
+        living = [r.rank for r in play.scheduler.processes if r.life is Life.LIVES]
+        if ctx.rank == living[0]:
+            job.lighthouse.mend()
+            others = [rank for rank in range(ctx.size) if rank not in ranks]
+            job.lighthouse.cut(others, 1000.0)
+        # The lighthouse lets those of the last quorum go on alone, if they ask first.
+        ctx.sleep(2.0 if ctx.rank in before else 1.0)
+        if ctx.rank in ranks:
+            trainer.leaves_vote_out = ctx.rank in skips
+            with ctx.step(trainer.manager.current_step()):
+                trainer.try_step()
+        before = ranks
+        job.ended.add((number, ctx.rank))
+        job.tell()
+    job.last_ways[ctx.rank] = trainer.way
+
+
+def _wait_for_turn(job: Job, number: int) -> None:
+    """Wait until all who live have ended the turn before."""
+    processes = job.lighthouse.scheduler.processes
+    job.wait_until(
+        lambda: all(
+            not number or (number - 1, each.rank) in job.ended
+            for each in processes
+            if each.life is Life.LIVES
+        )
+    )
 
 
 def _num_late(settings: Elastic, size: int) -> int:
@@ -366,13 +470,29 @@ def _wait_for_others(job: Job, first: Sequence[Process]) -> None:
     )
 
 
+def _leave_alone(ctx: Rank, job: Job) -> None:
+    """Let the lighthouse hear no other replica for a while."""
+    if job.lighthouse.are_all_heard and ctx.settings.alone:
+        others = [rank for rank in range(ctx.size) if rank != ctx.rank]
+        job.lighthouse.cut(others, ctx.settings.alone)
+
+
 def _part(ctx: Rank, job: Job, step: int) -> None:
     """Let the lighthouse hear some replicas no longer, and then the others."""
-    if not ctx.settings.parts or job.lighthouse.cuts or step < ctx.settings.parts[1]:
+    if not ctx.settings.parts:
         return
-    ranks, _, first, second = ctx.settings.parts
-    others, now = [r for r in range(ctx.size) if r not in ranks], ctx.time
-    job.lighthouse.cuts = [
-        Cut(ranks, now, now + first),
-        Cut(others, now + first, now + first + second),
-    ]
+    ranks, *steps = ctx.settings.parts
+    if job.part == len(steps) or step < steps[job.part]:
+        return
+    # Of the first part anybody begins it, then those who are heard end each.
+    if job.part and (ctx.rank in ranks) != (job.part == 2):
+        return
+    job.part += 1
+    job.lighthouse.mend()
+    if job.part == 1:
+        job.lighthouse.cut(ranks, PART_SECONDS)
+    elif job.part == 2:
+        others = [rank for rank in range(ctx.size) if rank not in ranks]
+        job.lighthouse.cut(others, PART_SECONDS)
+    else:  # the lighthouse lets go on alone who asks before all others
+        ctx.sleep(1.0)

@@ -22,7 +22,9 @@ from tests.simulation.training import Net, Settings
 
 from .logical import average
 from .torchft import (
-    STEPS,
+    DIFFERENT,
+    LAST,
+    TURNS,
     Commit,
     Elastic,
     Job,
@@ -56,6 +58,7 @@ def check_elastic(play: Play) -> None:
     _check_errors(play)
     _check_times(play)
     _check_progress(play)
+    _check_ends(play)
 
 
 def _check_average(job: Job, settings: Elastic, commit: Commit, where: str) -> None:
@@ -129,7 +132,7 @@ def of_one_process(settings: Settings, number: int) -> list[tuple[State, bytes]]
     net = Net(0)
     optimizer = Stepper(net, lambda: None)
     found = []
-    for step in range(STEPS):
+    for step in range(TURNS + LAST):  # STEPS are fewer
         average(net, settings, number, step)
         optimizer.step()
         found.append((state_of(net, optimizer), tensor_bytes(net.seen)))
@@ -162,8 +165,11 @@ def _check_words(play: Play) -> None:
     for each in job_of(play).commits:
         ways.setdefault(each.step, set()).add(each.quorum)
     for rank, text in play.warned:
-        if "on different ways" in text and max(map(len, ways.values()), default=0) < 2:
+        if DIFFERENT in text and max(map(len, ways.values()), default=0) < 2:
             raise Finding(f"rank {rank} said {text}")
+    for quorum, (found, size) in job_of(play).told.items():
+        if len(found) == size and len({*found}) == 1:
+            raise Finding(f"all in quorum {quorum} have come by {found[0]}")
     if is_untroubled(play) and play.warned:
         raise Finding(f"rank {play.warned[0][0]} said {play.warned[0][1]}")
 
@@ -190,6 +196,13 @@ def _check_progress(play: Play) -> None:
     for rank, living in job_of(play).gave_up:
         if living >= play.settings.limits.min_replica_size:
             raise Finding(f"rank {rank} gave up, although {living} replicas lived")
+
+
+def _check_ends(play: Play) -> None:
+    """Let replicas have gone one way at last, if they had turns in common."""
+    ways = job_of(play).last_ways
+    if len(ways) == len(play.scheduler.processes) and len({*ways.values()}) > 1:
+        raise Finding(f"after {LAST} common turns, ways are {ways}")
 
 
 def _check_times(play: Play) -> None:
