@@ -575,7 +575,7 @@ FAILS = "if os.environ['RANK'] == '1': sys.exit(7)"
 FAILED = "minidp run: rank 1 failed first, with exit status 7.\n"
 ONE, COMPARE = ["-n", "1", "--compare"], ["--compare"]
 RESUMED = "a checkpoint (both runs were in this folder: --no-copy), let"
-BOO, STUCK = "raise ValueError('boo')", "while True: pass"
+BOO, STUCK = "raise ValueError('boo')", "import time; time.sleep(1000)"
 ON_MINIDP = """
 if hasattr(model, "step_in_backward"):
     {then}
