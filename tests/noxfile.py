@@ -82,6 +82,25 @@ NATIVE = (
     # On a device: who writes a bucket on which stream, and what keeps its memory.
     *tests("accelerator", "features", "audit_order", "waits", "lifetimes", "memory"),
 )
+# Of these, what is about Python above the hooks and copies. The others have the same
+# hooks, copies and sums in shared memory: sparse gradients are in the pairs of
+# features, what a step that failed leaves behind is in "reset", and an audit of each
+# kind of training in the rest of `test_audit`. So these are left to the night.
+NATIVE_AT_NIGHT = (
+    *tests("comm_hooks", "laws"),
+    *tests("guard", "comparison", "legal_trainings"),
+    *tests("items", "special_cases"),
+    *tests("logical_ranks", "mistakes", "python_groups", "resume", "sparse"),
+    *(
+        f"tests/logical_ranks/test_audit.py::{name}"
+        for name in (
+            "test_an_alarm_leaves_no_trace",  # also its variant with options
+            "test_any_number_of_logical_ranks",
+            "test_options",
+        )
+    ),
+    *tests("wrong_uses", "wrong_words"),
+)
 
 # The reference in Python: all tests but those in folders that have stages of their own.
 APART = folders("native", "packaging", "page", "torchft", "trainers")
@@ -238,7 +257,8 @@ def native(session: nox.Session) -> None:
     """The extension: its own tests, and those that hooks and copies can fail."""
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
-    words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
+    later = [f"--deselect={name}" for name in (USES_TORCH, *NATIVE_AT_NIGHT)]
+    words = (*OWN_OF_NATIVE, *NATIVE, *later)
     # In one run, as in `reference`, with the laws and the ranks that fail.
     marked = "not (gpu or nightly or ((fault or laws) and slow))"
     pytest(session, *words, marked=marked, profile="fast", native=True)
@@ -319,12 +339,16 @@ def fuzz(session: nox.Session) -> None:
 
 @stage("nightly")
 def combinations(session: nox.Session) -> None:
-    """All combinations of options where other stages try each option."""
+    """All combinations of options where other stages try each option.
+
+    And with the extension what is not for `native`.
+    """
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     marked = "nightly and not gpu"
     pytest(session, *REFERENCE, marked=f"{marked} and not native")
     pytest(session, *NATIVE, marked=marked, native=True)
+    pytest(session, *NATIVE_AT_NIGHT, marked="not (gpu or nightly)", native=True)
 
 
 @stage("nightly")
