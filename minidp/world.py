@@ -13,6 +13,7 @@ both ask torch's default group, which a simulated world replaces.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +79,14 @@ class World:
         # Most children of multiprocessing end without running atexit.
         Finalize(None, function, exitpriority=0)
 
+    def keep_for_good(self, kept: object) -> None:
+        """Keep an object alive even when Python frees everything at its exit."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+    def let_go(self, kept: object) -> None:
+        """Keep an object no more for which `keep_for_good` was called."""
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept))
+
     def connect(
         self, make: Callable[[], Value], name: str, ranks: int, *, is_listed: bool
     ) -> Value:
@@ -127,6 +136,16 @@ def thread(target: Callable[..., Any], **options: Any) -> threading.Thread:
 def at_exit(function: Callable[[], object]) -> None:
     """Let a function run when this process ends."""
     _world.at_exit(function)
+
+
+def keep_for_good(kept: object) -> None:
+    """Keep an object alive even when Python frees everything at its exit."""
+    _world.keep_for_good(kept)
+
+
+def let_go(kept: object) -> None:
+    """Keep an object no more for which `keep_for_good` was called."""
+    _world.let_go(kept)
 
 
 def connect(

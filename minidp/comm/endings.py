@@ -7,7 +7,6 @@ queued on them. There `abort` ends it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 from collections.abc import Callable, Iterable
 
 from minidp import world
@@ -19,8 +18,7 @@ EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.05  # ten times the interpreter's switch interval
 
 _left_behind: world.PerProcess[list[Work]] = world.PerProcess(list)
-# Groups of works that had not ended. A reference of C's own outlives this list, which
-# Python frees at exit.
+# Groups of works that had not ended. Python frees this list at exit, but not them.
 _leaked: world.PerProcess[list[tuple[ProcessGroup, list[Work]]]] = world.PerProcess(
     list
 )
@@ -46,7 +44,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     if not endless:
         return
     for each in (group, *groups_beside().get(group, {}).values()):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        world.keep_for_good(each)
         _leaked().append((each, endless))
     call_once_at_exit(_wait_for_left_behind)
     # Works hold buckets: drop those that have ended since.
@@ -82,7 +80,7 @@ def free_left_behind() -> None:
     for row in list(leaked):
         if all(work.is_completed() for work in row[1]):
             leaked.remove(row)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(row[0]))
+            world.let_go(row[0])
 
 
 def call_once_at_exit(function: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ runs already), `shares` (what the script has done to the gradients meanwhile), `
 `early` (steps inside the backward). Then `checkpoint` (the state of an optimizer, saved
 and loaded) and `distributed_checkpoint` (the same for
 ``torch.distributed.checkpoint``). Last `split_bucket` and `parts`: large parameters of
-which each rank owns some rows.
+which each rank owns some rows; and `tiles`, so that a step finds them in the cache.
 """
 
 from .checkpoint import check_copy, check_mark, keep_own, whole_state

@@ -48,7 +48,9 @@ class _Part(NamedTuple):
     def leave(self, state: dict[Any, Any]) -> None:
         """Give the parameter the state, the values and the gradient of the parts."""
         if self.tiles is not None:
-            state[self.param] = self.tiles.whole([state.pop(p) for p in self.parts])
+            states = [state.pop(part, None) for part in self.parts]
+            if None not in states:  # nobody has cleared them
+                state[self.param] = self.tiles.whole(states)
         elif self.parts[0] in state:
             state[self.param] = state.pop(self.parts[0])
         own = [self.own] if self.tiles is None else self.tiles.own

@@ -273,6 +273,17 @@ def test_a_state_of_another_form_is_not_cut(odd):
     assert not counts
 
 
+def test_a_state_that_was_cleared_stays_cleared():
+    param, optimizer = one_more()
+    parts = Parts({}, [param])
+    with tiles_of(16):
+        parts.enter(optimizer)
+        optimizer.state.clear()
+        parts.leave(optimizer)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["params"] == [param]
+
+
 def test_gradients_that_a_step_drops_are_dropped():
     param, optimizer = one_more()
     parts = Parts({}, [param])

@@ -98,25 +98,31 @@ def check_no_error(play: Play) -> None:
             raise Finding(f"rank {rank} said {text}")
 
 
-def check_recovered(play: Play) -> None:
-    """Let all ranks hear soon of one that raises, and come to their ends.
+def check_recovered(play: Play, *, is_told: bool = True) -> None:
+    """Let all ranks hear soon of one that calls `reset`, and come to their ends.
 
-    Whoever raises calls `reset`. Until the first rank raises, somebody may have to find
-    out that something is wrong, which takes as long as a wait may.
+    Args:
+        play: The run.
+        is_told: Whether the rank where something has gone wrong tells it the others.
+            Otherwise one has to find out, which takes as long as a wait may; when it
+            raises, the rest hear of that soon.
     """
     for rank, error in play.ends.items():
         if error is not None:
             raise Finding(f"rank {rank} raised {type(error).__name__}: {error}")
     raised = [each.ended for each in play.outcomes if each.error is not None]
     for each in play.outcomes:
-        heard = min((t for t in raised if each.began <= t), default=each.ended)
-        late, took = each.ended - heard, each.ended - each.began
+        told = each.began
+        if not is_told:
+            told = min((t for t in raised if each.began <= t), default=each.ended)
+            took = each.ended - each.began
+            if took > HANG_SECONDS + SLACK_SECONDS + play.fault.seconds:
+                raise Finding(f"rank {each.rank} waited {took:.1f} s")
+        late = each.ended - told
         if late > SOON_SECONDS + play.fault.seconds:
             raise Finding(
                 f"rank {each.rank} heard of the error only after {late:.1f} s"
             )
-        if took > HANG_SECONDS + SLACK_SECONDS + play.fault.seconds:
-            raise Finding(f"rank {each.rank} waited {took:.1f} s")
 
 
 def check_errors(

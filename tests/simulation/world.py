@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -18,7 +19,9 @@ class Event:
     """`threading.Event` for the threads of one process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler, self._is_set = scheduler, False
+        # Weakly, because a future that never ends keeps its callbacks, and they this.
+        self._scheduler: Scheduler = weakref.proxy(scheduler)
+        self._is_set = False
         self._waiters: list[Thread] = []
 
     def is_set(self) -> bool:
@@ -77,6 +80,12 @@ class SimulatedWorld(world.World):
         process = self._scheduler.process
         assert process is not None
         process.at_exit.append(function)
+
+    def keep_for_good(self, kept: object) -> None:
+        """Who calls this has it in a table of its own, which lives as long as a run."""
+
+    def let_go(self, kept: object) -> None:
+        """It lives as long as its other references."""
 
     @of_the_system
     def connect(

@@ -48,6 +48,7 @@ def python(*arguments, **variables):
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # if a process aborts: where its threads were
             **variables,
         },
         stdout=subprocess.PIPE,

@@ -7,6 +7,7 @@ the trials begin again, unless all ranks had the layout that stays.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 
 from minidp.autotune import NUM_TRIALS, STEPS
@@ -90,11 +91,12 @@ def train_by_auto(ctx: Rank) -> None:
     settings: Settings = ctx.settings.training
     with ctx.step(-1):
         model, optimizer = wrapped(ctx, settings)
-    queue = model._reducer.queue
+    queue = weakref.proxy(model._reducer.queue)  # or the hook lives for ever
+    watched = weakref.proxy(ctx)
 
     def take_time(_grad: object) -> None:
         if len(queue.layout.assignment) == 1:
-            ctx.sleep(0.01)
+            watched.sleep(0.01)
 
     if ctx.settings.is_slow and ctx.rank == 0:
         model.module.first.weight.register_hook(take_time)

@@ -9,6 +9,7 @@ each committed one has the bits of one process.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -225,7 +226,8 @@ class Trainer:
         else:
             self.net, options["logical_ranks"] = Net(0), self._settings.number
         self.inner = Stepper(self.net, lambda: ctx.point("in the optimizer"))
-        self.net.second.bias.register_hook(lambda _: ctx.point("in a backward"))
+        watched = weakref.proxy(ctx)  # or the hook, and so all of this, lives for ever
+        self.net.second.bias.register_hook(lambda _: watched.point("in a backward"))
         self.manager = Replica(ctx, job.lighthouse, number, self._load, self._save)
         self.model = DataParallel(self.manager, self.net, **options)
         self._optimizer = Optimizer(self.manager, self.inner)
