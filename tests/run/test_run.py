@@ -501,7 +501,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize("option", ["", "-I"])
+@pytest.mark.parametrize("option", ["", pytest.param("-I", marks=pytest.mark.nightly)])
 def test_ranks_that_a_script_starts_by_a_command(tmp_path, train, option):
     words = (train(STARTS), str(free_port()), *option.split())
     # A new interpreter: in a fork that has torch, nothing sees its import.
