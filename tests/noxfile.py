@@ -339,10 +339,7 @@ def fuzz(session: nox.Session) -> None:
 
 @stage("nightly")
 def combinations(session: nox.Session) -> None:
-    """All combinations of options where other stages try each option.
-
-    And with the extension what is not for `native`.
-    """
+    """All combinations of options; and with the extension what `native` leaves out."""
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     marked = "nightly and not gpu"
@@ -362,7 +359,7 @@ def page_fuzz(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """How much of minidp all tests of the reference run."""
     words = (*REFERENCE, *COVERAGE)
-    # Before Python 3.12 with the tracer in C.
+    # What is fast is in Python from 3.12 on, and in C before.
     core = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
     pytest(session, *words, marked=IS_REFERENCE, COVERAGE_CORE=core)
 

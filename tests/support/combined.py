@@ -19,8 +19,9 @@ def combined(
 ) -> list[Any]:
     """Return all pairs; those are marked ``nightly`` that need not be in each run.
 
-    In each run a row comes with the column ``always``, if there is one, and one of
-    ``every`` so many rows with one of the others, which take turns.
+    In each run a row comes with the column ``always``, if there is one, and with one of
+    the others, which take turns. If there is an ``always``, then ``every`` so many rows
+    only may come with another one.
     """
     others = [column for column in columns if column != always]
     params = []
