@@ -299,7 +299,11 @@ def sharded_optimizer_state(  # noqa: D417 -- self: a method
         split = self._sharded.owners.split(reducer.rank)
         return {id(reducer.params[i]): rows for i, rows in split.items()}
 
-    return OptimizerShare(optimizer, reducer, names, foreign, divided)
+    def make_whole() -> None:
+        if self._sharded is not None and is_divided(optimizer):
+            self._sharded.parts_of(optimizer).leave(optimizer)
+
+    return OptimizerShare(optimizer, reducer, names, foreign, divided, make_whole)
 
 
 def _before_forward(ddp: DataParallel, _inputs: object) -> None:

@@ -49,6 +49,7 @@ class OptimizerShare:
         names: Returns the names of the module's parameters, by id.
         foreign: Returns the ids of those whose state other ranks save and load.
         divided: Returns the ids of those of which this rank has some rows, and which.
+        make_whole: Gives the optimizer its parameters back, if a step has raised.
 
     Raises:
         ShardedStepError: The optimizer has a parameter without a name.
@@ -61,9 +62,11 @@ class OptimizerShare:
         names: Callable[[], Mapping[int, str]],
         foreign: Callable[[], Collection[int]],
         divided: Callable[[], Mapping[int, slice]],
+        make_whole: Callable[[], None],
     ) -> None:
         self._optimizer, self._reducer = optimizer, reducer
         self._names, self._foreign, self._divided = names, foreign, divided
+        self._make_whole = make_whole
         self._names_by_group()
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,6 +108,7 @@ class OptimizerShare:
         return {"state": tensors, "share": others, "param_groups": groups}
 
     def _names_by_group(self) -> list[list[str]]:
+        self._make_whole()
         groups, names = self._optimizer.param_groups, self._names()
         unknown = sum(id(p) not in names for group in groups for p in group["params"])
         if unknown:

@@ -38,21 +38,29 @@ class _Part(NamedTuple):
     tiles: Tiles | None
 
     def enter(self, state: dict[Any, Any]) -> None:
-        """Give the parts the state of the parameter."""
+        """Give the parts the state of the parameter.
+
+        Nothing is taken away before it is elsewhere, here and in `leave`, because an
+        interrupt may come between any two lines.
+        """
         if self.tiles is not None:
-            del state[self.param]
             state.update(zip(self.parts, self.tiles.states(), strict=True))
         elif self.param in state:
-            state[self.parts[0]] = state.pop(self.param)
+            state[self.parts[0]] = state[self.param]
+        state.pop(self.param, None)
 
     def leave(self, state: dict[Any, Any]) -> None:
-        """Give the parameter the state, the values and the gradient of the parts."""
-        if self.tiles is not None:
-            states = [state.pop(part, None) for part in self.parts]
-            if None not in states:  # nobody has cleared them
-                state[self.param] = self.tiles.whole(states)
-        elif self.parts[0] in state:
-            state[self.param] = state.pop(self.parts[0])
+        """Give the parameter the state, the values and the gradient of the parts.
+
+        A script may have dropped the state after a step that has raised, and a call
+        that was interrupted is made again.
+        """
+        states = [state[part] for part in self.parts if part in state]
+        if len(states) == len(self.parts):
+            whole = states[0] if self.tiles is None else self.tiles.whole(states)
+            state[self.param] = whole
+        for part in self.parts:
+            state.pop(part, None)
         own = [self.own] if self.tiles is None else self.tiles.own
         for part, values in zip(self.parts, own, strict=True):
             if part.data_ptr() != values.data_ptr():  # it was given other memory

@@ -147,8 +147,9 @@ class ShardedStep(Observer):
         _hook(optimizer, self)
         hook_state(optimizer, reducer, owners, number)
         # After a step that has raised, an emergency checkpoint is one of whole
-        # parameters, too.
+        # parameters, too, and a checkpoint that is loaded finds them.
         optimizer.register_state_dict_pre_hook(parts.leave)
+        optimizer.register_load_state_dict_pre_hook(lambda own, _: parts.leave(own))
         mark_copies(optimizer, owners, rank, number, _counter_of(self), parts.leave)
         left = weakref.ref(optimizer), parts.now, owners, rank
         weakref.finalize(self, _leave, *left).atexit = False

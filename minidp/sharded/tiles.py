@@ -49,7 +49,8 @@ def may_be_tiled(own: Tensor, grad: Tensor | None, group: Mapping[str, Any]) -> 
             by itself.
     """
     return (
-        own.is_cpu
+        type(own) is Tensor  # subclasses may do anything
+        and own.is_cpu
         and own.dtype in _DTYPES
         and own.numel() >= _LARGE * tile_numel()
         and own.is_contiguous()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from collections import defaultdict
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -215,12 +216,7 @@ def test_an_emergency_checkpoint_after_a_step_that_raised(ctx, saves):
         params = [*ddp.parameters()]
         train(ctx, ddp, optimizer, range(2))
         before = copy.deepcopy(optimizer.state_dict())
-        ddp(words(ctx, 2)).square().mean().backward()
-        group = optimizer.param_groups[0]
-        rate, group["lr"] = group["lr"], "no number"
-        with pytest.raises(TypeError):
-            optimizer.step()
-        group["lr"] = rate
+        raises_in_a_step(ctx, ddp, optimizer, 2)
         if saves == "deepcopy":
             assert len(copy.deepcopy(optimizer).param_groups[0]["params"]) == 8
         else:
@@ -231,7 +227,102 @@ def test_an_emergency_checkpoint_after_a_step_that_raised(ctx, saves):
                 each["exp_avg"].shape == before["state"][number]["exp_avg"].shape
                 for number, each in found["state"].items()
             )
-        assert group["params"] == params
+        assert optimizer.param_groups[0]["params"] == params
+
+
+def raises_in_a_step(ctx, ddp, optimizer, step):
+    """Let a step raise when tiles are in the optimizer."""
+    ddp(words(ctx, step)).square().mean().backward()
+    group = optimizer.param_groups[0]
+    rate, group["lr"] = group["lr"], "no number"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    group["lr"] = rate
+
+
+@pytest.mark.parametrize("first", ["load", "clear", "save_with_dcp"])
+@on_ranks(2)
+def test_what_may_follow_a_step_that_raised(ctx, first):
+    """Before ``reset()``, too: a script may load its checkpoint, or drop the state."""
+    with tiles_of(64):
+        ddp, optimizer = made(ctx)
+        train(ctx, ddp, optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        names = ddp.sharded_optimizer_state(optimizer).state_dict()["state"].keys()
+        raises_in_a_step(ctx, ddp, optimizer, 2)
+        if first == "load":
+            optimizer.load_state_dict(saved)
+        elif first == "clear":
+            optimizer.state.clear()
+        else:
+            found = ddp.sharded_optimizer_state(optimizer).state_dict()
+            assert found["state"].keys() == names
+        ddp.reset()
+        optimizer.zero_grad()
+        assert optimizer.param_groups[0]["params"] == [*ddp.parameters()]
+        assert len(optimizer.state) == (0 if first == "clear" else len(names))
+        return train(ctx, ddp, optimizer, range(3, 5))
+
+
+class Interrupted(defaultdict):
+    """A state whose change of some number is interrupted before it is made."""
+
+    def __init__(self, values):
+        super().__init__(dict, values)
+        self.left = -1
+
+    def count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def __setitem__(self, key, value):
+        self.count()
+        super().__setitem__(key, value)
+
+    def pop(self, *arguments):
+        self.count()
+        return super().pop(*arguments)
+
+    def update(self, *arguments):
+        self.count()
+        super().update(*arguments)
+
+
+@pytest.mark.parametrize("call", ["enter", "leave"])
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_interrupt_loses_no_state(call, at):
+    """Ctrl-C may come between any two lines, and a checkpoint be written after it."""
+    param, optimizer = one_more()
+    optimizer.state = state = Interrupted(optimizer.state)
+    expected = state[param]["exp_avg"].clone()
+    parts = Parts({}, [param])
+    with tiles_of(16):
+        state.left = at if call == "enter" else -1
+        with suppress(KeyboardInterrupt):
+            parts.enter(optimizer)
+            state.left = at if call == "leave" else -1
+            parts.leave(optimizer)
+        state.left = -1
+        parts.leave(optimizer)
+    assert optimizer.param_groups[0]["params"] == [*state] == [param]
+    assert torch.equal(state[param]["exp_avg"], expected)
+
+
+class Own(torch.Tensor):
+    """A tensor whose functions may do anything."""
+
+
+def test_subclasses_of_tensors_are_not_tiled():
+    param = torch.nn.Parameter(torch.randn(10, 10).as_subclass(Own))
+    optimizer, parts, counts = adamw([param]), Parts({}, [param]), []
+    with tiles_of(16, counts):
+        for _ in range(2):
+            param.grad = torch.randn(10, 10)
+            parts.enter(optimizer)
+            optimizer.step()
+            parts.leave(optimizer)
+    assert not counts
 
 
 def test_tensors_made_anew_come_back():
