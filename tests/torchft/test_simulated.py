@@ -23,7 +23,7 @@ from tests.simulation.seeds import (
 )
 from tests.simulation.tape import Tape
 
-RUNS = {"torchft": 20, "torchft_logical": 10}
+RUNS = {"torchft": 40, "torchft_logical": 20}
 
 
 @pytest.fixture(autouse=True, scope="module")
