@@ -366,10 +366,10 @@ def main() -> int:
         if args.smoke and cell not in ("layers", "link"):
             continue
         title, found, bounds = run_ranks(
-            _measure_smoke if args.smoke else _measure_all,
+            partial(_measure, smoke=args.smoke),
             2,
             cell,
-            args.seconds,
+            0.0 if args.smoke else args.seconds,
             link=link,
         )
         peaks = run_ranks(partial(_peaks, smoke=args.smoke), 2, cell, link=link)
@@ -383,14 +383,6 @@ def main() -> int:
             for name, each in found.items()
         }
     return report.finish(f"sharded_step_cpu_{native_word()}", {"results": results})
-
-
-def _measure_all(cell: str, seconds: float) -> Any:
-    return _measure(cell, seconds, smoke=False)
-
-
-def _measure_smoke(cell: str, seconds: float) -> Any:
-    return _measure(cell, seconds, smoke=True)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
 # Two per core, because many tests wait for other processes.
 CORES = len(os.sched_getaffinity(0))
 WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(2 * CORES, 8)))
-# Tests of one process do not wait, and each worker imports torch first.
-FEW_WORKERS = os.environ.get("MINIDP_TEST_WORKERS", str(min(max(2, CORES), 8)))
 
 
 def folders(*names: str) -> tuple[str, ...]:
@@ -84,16 +82,34 @@ NATIVE = (
     # On a device: who writes a bucket on which stream, and what keeps its memory.
     *tests("accelerator", "features", "audit_order", "waits", "lifetimes", "memory"),
 )
+# Of these, what is about Python above the hooks and copies. The others have the same
+# hooks, copies and sums in shared memory: sparse gradients are in the pairs of
+# features, what a step that failed leaves behind is in "reset", and an audit of each
+# kind of training in the rest of `test_audit`. So these are left to the night.
+NATIVE_AT_NIGHT = (
+    *tests("comm_hooks", "laws"),
+    *tests("guard", "comparison", "legal_trainings"),
+    *tests("items", "special_cases"),
+    *tests("logical_ranks", "mistakes", "python_groups", "resume", "sparse"),
+    *(
+        f"tests/logical_ranks/test_audit.py::{name}"
+        for name in (
+            "test_an_alarm_leaves_no_trace",  # also its variant with options
+            "test_any_number_of_logical_ranks",
+            "test_options",
+        )
+    ),
+    *tests("wrong_uses", "wrong_words"),
+)
 
 # The reference in Python: all tests but those in folders that have stages of their own.
 APART = folders("native", "packaging", "page", "torchft", "trainers")
 REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
 IS_REFERENCE = "not (fault or native or gpu or mutants or nightly)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
-SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh or laws)"
+SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh) and not laws"
 FAULT = f"fault and {NOT_SLOW} and not nightly"
 COVERAGE = ("--cov", "--cov-report", "term")
-CORE = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
 
 
 def pytest(
@@ -103,7 +119,6 @@ def pytest(
     profile: str = "brief",
     native: bool = False,
     one_process: bool = False,
-    workers: str = WORKERS,
     **env: str,
 ) -> None:
     """Run tests in several processes, then those that are marked `alone` in one.
@@ -123,7 +138,7 @@ def pytest(
     if one_process:
         session.run(*start, "-p", "no:xdist", "-m", marked, *words, env=env)
         return
-    many = ("--numprocesses", workers, "--dist", "worksteal")
+    many = ("--numprocesses", WORKERS, "--dist", "worksteal")
     beside = ("-m", f"({marked}) and not alone")
     session.run(*start, *many, *beside, *words, env=env, success_codes=nothing)
     if has_alone(words):  # another start of pytest takes ten seconds
@@ -222,14 +237,13 @@ def quickstart(session: nox.Session) -> None:
 
 @stage("full")
 def reference(session: nox.Session) -> None:
-    """All tests of the reference in Python; what those in one process run of minidp."""
-    # Coverage takes 1.4 times as long before Python 3.12, so it is not of all tests.
-    words, few = (*REFERENCE, *COVERAGE), FEW_WORKERS
+    """All tests of the reference in Python."""
     # Before the tests, which have a limit of time: it takes a minute, once per machine.
     session.run(PYTHON, "-m", "tests.support.sim")
-    pytest(session, *words, marked=ONE_PROCESS, workers=few, COVERAGE_CORE=CORE)
-    # In one run, so that the tests in which ranks wait leave the cores to the others.
-    pytest(session, *REFERENCE, marked=f"({SEVERAL_PROCESSES}) or ({FAULT})")
+    # In one run: each process imports all tests first, for ten seconds, and the tests
+    # in which ranks wait leave the cores to the others. Coverage is for the night,
+    # because before Python 3.12 tests take 1.4 times as long with it.
+    pytest(session, *REFERENCE, marked=f"({IS_REFERENCE}) or ({FAULT})")
 
 
 @stage("full")
@@ -243,7 +257,8 @@ def native(session: nox.Session) -> None:
     """The extension: its own tests, and those that hooks and copies can fail."""
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
-    words = (*OWN_OF_NATIVE, *NATIVE, "--deselect", USES_TORCH)
+    later = [f"--deselect={name}" for name in (USES_TORCH, *NATIVE_AT_NIGHT)]
+    words = (*OWN_OF_NATIVE, *NATIVE, *later)
     # In one run, as in `reference`, with the laws and the ranks that fail.
     marked = "not (gpu or nightly or ((fault or laws) and slow))"
     pytest(session, *words, marked=marked, profile="fast", native=True)
@@ -311,7 +326,7 @@ def property_(session: nox.Session) -> None:
 @stage()
 def distributed(session: nox.Session) -> None:
     """Whole training steps on ranks, and commands."""
-    pytest(session, *REFERENCE, marked=f"{SEVERAL_PROCESSES} and not laws")
+    pytest(session, *REFERENCE, marked=SEVERAL_PROCESSES)
 
 
 @stage("nightly")
@@ -324,12 +339,13 @@ def fuzz(session: nox.Session) -> None:
 
 @stage("nightly")
 def combinations(session: nox.Session) -> None:
-    """All combinations of options where other stages try each option."""
+    """All combinations of options; and with the extension what `native` leaves out."""
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     marked = "nightly and not gpu"
     pytest(session, *REFERENCE, marked=f"{marked} and not native")
     pytest(session, *NATIVE, marked=marked, native=True)
+    pytest(session, *NATIVE_AT_NIGHT, marked="not (gpu or nightly)", native=True)
 
 
 @stage("nightly")
@@ -343,7 +359,9 @@ def page_fuzz(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """How much of minidp all tests of the reference run."""
     words = (*REFERENCE, *COVERAGE)
-    pytest(session, *words, marked=IS_REFERENCE, COVERAGE_CORE=CORE)
+    # What is fast is in Python from 3.12 on, and in C before.
+    core = "sysmon" if sys.version_info >= (3, 12) else "ctrace"
+    pytest(session, *words, marked=IS_REFERENCE, COVERAGE_CORE=core)
 
 
 @stage("nightly")

@@ -11,12 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.accelerator.scenarios import OPTIONS, with_options
 from tests.accelerator.training import Run, net, result_of
 from tests.support import sim
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", ["default", "wrapped_aside", "run_aside"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "way"), combined(OPTIONS, ["default", "wrapped_aside", "run_aside"])
+)
 def test_it_has_the_bits_of_the_cpu_and_no_race(ctx, name, way):
     scenario = partial(with_options, name=name)
     expected = result_of(Run(ctx, DistributedDataParallel, "cpu"), scenario)

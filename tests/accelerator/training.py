@@ -30,8 +30,8 @@ SMALL = {"bucket_cap_mb": 4 / 1024}  # several buckets
 
 
 def in_ways(name: str, values: Iterable[Any]) -> Any:
-    """Parametrise: each value is tried in the hardest way, and in another one."""
-    pairs = combined(values, WAYS, always="mixed_nodes")
+    """Parametrise: each value is tried in the hardest way, a third in another one."""
+    pairs = combined(values, WAYS, always="mixed_nodes", every=3)
     return pytest.mark.parametrize((name, "way"), pairs)
 
 

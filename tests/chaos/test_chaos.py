@@ -1,8 +1,10 @@
-"""A few runs of `tests.chaos.chaos`: five deeds, each at another moment.
+"""Two runs of `tests.chaos.chaos`: a rank is killed in a save, another one is stopped.
 
 What minidp says of a rank that is lost, at any moment and in any order of events, is
-the simulated ranks' matter. Here is whether torchrun and real processes agree; to them
-``exit`` and ``segv`` are what ``kill`` is. Nightly has all, and starts from a shell.
+the simulated ranks' matter; ranks that raise, or come late, are in ``reset`` and
+``hang``. Here is whether torchrun and real processes agree, which restart and resume
+after a process that is gone and after one that is frozen. Nightly has all deeds at all
+moments, and starts from a shell.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from tests.chaos.saboteur import DEEDS, moments
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
-RUNS = 5
-SEED = 618  # has these deeds in its first runs, and five moments
-PLAYED = {"kill", "stop", "delay", "stick", "raise"}
+SEED = 18217  # has these in its first runs
+PLAYED = [("stop", "between buckets"), ("kill", "in the save")]
+RUNS = len(PLAYED)
 
 
 def test_each_deed_at_each_moment():
@@ -32,8 +34,7 @@ def test_each_deed_at_each_moment():
 
 def test_saboteur_and_torchrun_in_short():
     plans = [draw(SEED, n, 0).plan for n in range(RUNS)]
-    assert {plan.deed for plan in plans} == PLAYED
-    assert len({plan.moment for plan in plans}) == RUNS
+    assert [(plan.deed, plan.moment) for plan in plans] == PLAYED
     command = ["--runs", str(RUNS), "--seed", str(SEED), "--cold-every", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos.chaos", *command, "--jobs", "3"],

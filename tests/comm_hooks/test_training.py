@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from minidp import DataParallel, comm_hooks
 from tests.support import both, oracle
 from tests.support.both import error_of, grads, same, wrapped
+from tests.support.combined import combined
 from tests.support.ranks import as_in_torch, on_ranks
 
 MODES = [*both.MODES, {"batched_grad_copy": True}]
@@ -77,8 +78,7 @@ HOOKS = {  # name -> hook on torch's DDP, on minidp
 
 
 @as_in_torch(2, 3)
-@modes
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("name", "mode"), combined(HOOKS, MODES, always={}))
 def test_hooks_with_torchs_bits(ctx, wrap, name, mode):
     """Registered at once, and after two backwards (one of them after the rebuild)."""
     histories = []
@@ -246,13 +246,19 @@ class InTurn(nn.Module):
 VIEWS = {"gradient_as_bucket_view": True}
 
 
+PLACES: list[Any] = [(1, {}), (2, VIEWS), (2, {"bucket_cap_mb": 0})]
+PLACES += [(3, SMALL), (3, SMALL | VIEWS)]
+
+
 @on_ranks()
 @pytest.mark.parametrize(
-    ("where", "mode"),
-    [(1, {}), (2, VIEWS), (2, {"bucket_cap_mb": 0}), (3, SMALL), (3, SMALL | VIEWS)],
-    ids=str,
+    ("hook", "where", "mode"),
+    [
+        pytest.param(hook, *place, marks=pair.marks, id=pair.id)
+        for pair in combined(OURS, PLACES, always=PLACES[-1])
+        for hook, place in [pair.values]
+    ],
 )
-@pytest.mark.parametrize("hook", OURS)
 def test_our_hooks_average_all_kinds_of_gradients(ctx, hook, mode):
     """About right (the rounding is bounded elsewhere), and the same on all ranks.
 

@@ -84,6 +84,7 @@ def trained(ctx, wrap, place, mode, backend, config):
 
 
 SLOW = pytest.mark.slow
+AT_NIGHT = [SLOW, pytest.mark.nightly]
 LIMIT = 200.0  # compiling takes long where other processes compile, too
 VIEWS = {"gradient_as_bucket_view": True}
 
@@ -95,7 +96,11 @@ VIEWS = {"gradient_as_bucket_view": True}
         *((2, "wrapper", mode, "") for mode in MODES),
         *((2, place, VIEWS, "") for place in ("in place", "module", "step")),
         *((2, "wrapper", {}, "aot_eager"), (1, "wrapper", {}, "")),
-        *(pytest.param(2, "step", mode, "aot_eager", marks=SLOW) for mode in MODES),
+        pytest.param(2, "step", {}, "aot_eager", marks=SLOW),
+        *(
+            pytest.param(2, "step", mode, "aot_eager", marks=AT_NIGHT)
+            for mode in MODES[1:]
+        ),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu import scenarios
-from tests.gpu.places import EVERYWHERE, NCCL, ON_GPUS, at
+from tests.gpu.places import EVERYWHERE, NCCL, ON_DEVICES, ON_GPUS, at
 from tests.gradients.test_pairs_of_features import (
     FEATURES,
     MORE,
@@ -52,7 +52,7 @@ COMBINATIONS += [features for features in MORE if features not in COMBINATIONS]
 COMBINATIONS = [features for features in COMBINATIONS if not oddities_of(features)]
 
 
-@everywhere
+@at(ON_DEVICES)  # on the CPU it is tests/gradients/test_pairs_of_features.py
 @pytest.mark.parametrize(
     "features", COMBINATIONS, ids=lambda f: "+".join(sorted(f)) or "default"
 )

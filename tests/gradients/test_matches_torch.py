@@ -155,6 +155,10 @@ def test_every_cap_is_compared() -> None:
 
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Four ranks use no other code than three, and take as long as the others together.
+mostly_few = pytest.mark.parametrize(
+    "world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.nightly)]
+)
 ACTIONS = ["forward", "quiet", "no_grad", "oldest", "backward", "sum", "zero"]
 ACTIONS += ["zero to 0", "eval", "train mode", "next mask", "freeze"]
 
@@ -168,7 +172,7 @@ INTERRUPTED = Session(
 )
 
 
-@world_sizes
+@mostly_few
 def test_default_mode(pool: Any, world_size: int) -> None:
     @example(INTERRUPTED)
     @given(sessions("default", [*ACTIONS, "retain"]))
@@ -222,7 +226,7 @@ LATE = Session(
 )
 
 
-@world_sizes
+@mostly_few
 def test_static_graph(pool: Any, world_size: int) -> None:
     @example(TIED)
     @example(LATE)

@@ -332,7 +332,10 @@ def test_a_process_that_ends_with_an_error_says_so() -> None:
     assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
 
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    "end",
+    ["", pytest.param("dist.destroy_process_group()", marks=pytest.mark.nightly)],
+)
 def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
     """The answer is all that rank 0 prints, under the one line of its own code."""
     both = run_two(f"{end or 'pass'}; sys.exit()", catches="KeyError")
@@ -419,7 +422,13 @@ def test_the_end_of_a_wrapper_that_has_averaged_is_told() -> None:
     assert "Rank 1 is gone: its DataParallel object was deleted" in said
 
 
-@pytest.mark.parametrize("does", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "does",
+    [
+        pytest.param("sys.exit()", marks=pytest.mark.nightly),
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
 def test_rank_0_takes_the_store_with_it_and_nothing_false_is_said(does: str) -> None:
     """It had wrapped the module, and trained. Its last words are read, or lost."""
     (_, _), (status, output) = run_two(does, rank=0, python=warm_python())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 STEPS = 6
@@ -99,9 +100,10 @@ def interrupted(ctx: Any, mode: str, stop: int, with_layout: bool) -> Any:
 CASES = [(m, stop) for m in MODES for stop in (1, 2, 4) if stop > ("static" in m)]
 
 
-@on_ranks(3, 4)
-@pytest.mark.parametrize(("mode", "stop"), CASES)
-def test_resumed_bits(ctx, mode, stop):
+@on_ranks()
+@pytest.mark.parametrize(("case", "where"), combined(CASES, [3, 4]))
+def test_resumed_bits(ctx, case):
+    mode, stop = case
     undisturbed, resumed, is_saved_layout = interrupted(ctx, mode, stop, True)
     assert torch.equal(undisturbed, resumed)
     assert is_saved_layout

@@ -12,6 +12,7 @@ from minidp.layout import build_layout
 from tests.logical_ranks.trainings import batch, net, wrapped
 from tests.shared_memory.test_buckets import OFF, Weighted, why_not
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
@@ -94,12 +95,11 @@ def large(ctx, number, dtype, options):
     return found[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_as_bucket_view": True}, {"average_over": "items"}],
-    ids=["default", "views", "items"],
-)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LARGE = [{}, {"gradient_as_bucket_view": True}, {"average_over": "items"}]
+
+
+@pytest.mark.parametrize(("dtype", "options"), combined(DTYPES, LARGE))
 def test_large_buckets(pool, dtype, options):
     for number in (5, 6):
         expected = pool.run(large, 1, number, dtype, options)

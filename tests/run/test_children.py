@@ -136,7 +136,11 @@ print(*([one() is not None for one in some] for some in (wrappers, parts)))
 
 
 @pytest.mark.parametrize(
-    "module", ["torch.distributed.run", "torch.distributed.launch"]
+    "module",
+    [
+        "torch.distributed.run",
+        pytest.param("torch.distributed.launch", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_launcher_that_a_script_starts_is_imported_once(outside, module):
     """Launchers start ``python -m torch.distributed.run``, as ultralytics does."""

@@ -501,7 +501,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize("option", ["", "-I"])
+@pytest.mark.parametrize("option", ["", pytest.param("-I", marks=pytest.mark.nightly)])
 def test_ranks_that_a_script_starts_by_a_command(tmp_path, train, option):
     words = (train(STARTS), str(free_port()), *option.split())
     # A new interpreter: in a fork that has torch, nothing sees its import.
@@ -575,7 +575,7 @@ FAILS = "if os.environ['RANK'] == '1': sys.exit(7)"
 FAILED = "minidp run: rank 1 failed first, with exit status 7.\n"
 ONE, COMPARE = ["-n", "1", "--compare"], ["--compare"]
 RESUMED = "a checkpoint (both runs were in this folder: --no-copy), let"
-BOO, STUCK = "raise ValueError('boo')", "while True: pass"
+BOO, STUCK = "raise ValueError('boo')", "import time; time.sleep(1000)"
 ON_MINIDP = """
 if hasattr(model, "step_in_backward"):
     {then}

@@ -68,7 +68,7 @@ def test_messages_have_the_bits_of_steps_after_the_backward(ctx, options, overla
         how = {"to_none": False, "early": early, "steps": 5}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MINIDP_SHARED_MEMORY", "0")
-            patch.setattr(pieces, "PIECE_BYTES", 40)
+            patch.setattr(pieces, "PIECE_BYTES", 400)
             patch.setattr(returns, "CHUNK_BYTES", 160)
             more = {"overlap_param_gather": overlaps}
             found.append(train(ctx, True, "adamw", options, how, **more)[0])

@@ -186,7 +186,7 @@ def test_a_grad_scaler_skips_on_all_ranks(pool):
 def test_messages_in_pieces_have_the_same_bits(ctx, number, overlaps):
     how = {"given": {"overlap_param_gather": overlaps}}
     found = []
-    for nbytes in (2**20, 40):
+    for nbytes in (2**20, 400):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MINIDP_SHARED_MEMORY", "0")
             patch.setattr(pieces, "PIECE_BYTES", nbytes)

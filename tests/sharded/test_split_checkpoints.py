@@ -20,6 +20,7 @@ from tests.sharded.test_distributed_checkpoints import (
     train,
 )
 from tests.support.both import same
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 
 OPTIMIZERS = {
@@ -66,8 +67,7 @@ def made(ctx, name, *, group=None, divides=True, states=None, first=False, **mor
     return ddp, optimizer
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "first"), combined(OPTIMIZERS, [False, True]))
 @on_ranks(2, 3)
 def test_the_whole_state_is_that_of_a_plain_loop(ctx, name, first):
     ddp, optimizer = made(ctx, name)

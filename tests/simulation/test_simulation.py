@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -32,24 +33,25 @@ from .training import Settings
 
 pytestmark = pytest.mark.laws
 
+IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 # How many seeds of each scenario are played here. `python -m tests.simulation` goes on.
 RUNS = {
-    "train": 40,
-    "faults": 60,
-    "reset": 8,
-    "join": 15,
-    "hangs": 20,
-    "logical": 15,
-    "logical_reset": 10,
-    "sharded": 15,
-    "sharded_reset": 10,
-    "logical_sharded": 10,
-    "logical_sharded_reset": 6,
-    "auto": 4,
+    "train": 20,
+    "faults": 30,
+    "reset": 5,
+    "join": 8,
+    "hangs": 10,
+    "logical": 8,
+    "logical_reset": 5,
+    "sharded": 8,
+    "sharded_reset": 5,
+    "logical_sharded": 5,
+    "logical_sharded_reset": 3,
+    "auto": 3,
     "auto_reset": 3,
-    "legal": 20,
-    "mistake": 20,
-    "leave_out": 10,
+    "legal": 10,
+    "mistake": 10,
+    "leave_out": 5,
 }
 
 
@@ -75,7 +77,7 @@ def test_a_repeated_step_of_logical_ranks_begins_with_the_same_buffers() -> None
     """Rank 0 ends the loop, and the broadcast of module buffers that follows fails."""
     plan = Logical(Settings(), 2, rank=1, step=0, place="after a turn")
     scenario = SCENARIOS["logical_reset"]
-    for seed in range(20):
+    for seed in range(20 if IS_LONG else 8):
         fault = Fault(Kind.NOTHING, rank=0, at=0)
         tape = Tape(seed)
         play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
@@ -122,7 +124,8 @@ PLANS: dict[str, Any] = {
 def test_waits_end_wherever_a_rank_is_lost(name: str, kind: Kind) -> None:
     """At every so many-th seam of the constructor, of steps, of `join`."""
     scenario, plan = SCENARIOS[name], PLANS[name]
-    for at in itertools.count(0, {"logical": 2, "logical_sharded": 8}.get(name, 5)):
+    stride = {"logical": 2, "logical_sharded": 8}.get(name, 5)
+    for at in itertools.count(0, stride if IS_LONG else 2 * stride + 1):
         fault = Fault(kind, rank=1, at=at)
         tape = Tape(seed=0)  # the same seams each time
         play = Play(scenario.script, tape, 2, plan, fault=fault, has_numbers=True)
@@ -151,7 +154,7 @@ def num_late_runs(scenario: str, odd: Odd, kind: Kind, stride: int = 1) -> int:
 @pytest.mark.parametrize("kind", LATE)
 def test_to_be_late_is_no_mistake(kind: Kind) -> None:
     odd = Odd(Settings(steps=4), "by hand", step=1)
-    assert num_late_runs("legal", odd, kind) > 60
+    assert num_late_runs("legal", odd, kind, stride=1 if IS_LONG else 3) > 60
 
 
 @pytest.mark.parametrize("kind", LATE)

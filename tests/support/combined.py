@@ -15,17 +15,19 @@ import pytest
 
 
 def combined(
-    rows: Iterable[Any], columns: Sequence[Any], *, always: Any = None
+    rows: Iterable[Any], columns: Sequence[Any], *, always: Any = None, every: int = 1
 ) -> list[Any]:
     """Return all pairs; those are marked ``nightly`` that need not be in each run.
 
     In each run a row comes with the column ``always``, if there is one, and with one of
-    the others, which take turns.
+    the others, which take turns. If there is an ``always``, then ``every`` so many rows
+    only may come with another one.
     """
     others = [column for column in columns if column != always]
     params = []
     for number, row in enumerate(rows):
-        chosen = (always, others[number % len(others)])
+        turn, is_left = divmod(number, every)
+        chosen = (always,) if is_left else (always, others[turn % len(others)])
         for column in columns:
             marks = [] if column in chosen else [pytest.mark.nightly]
             name = f"{_name(row)}-{_name(column)}"
