@@ -136,16 +136,20 @@ class Parts:
     ) -> None:
         self._rows, self._tiled = rows, frozenset(tiled)
         self.now = Exchanged()
-        self._num_steps = 0  # which have begun
+        # How often parts have come or gone. It is odd from before the first one is
+        # there until the last one is gone, so that another thread can see that it has
+        # looked at them.
+        self._changes = 0
         # By thread: blocks of `whole`, with that number, in which `state_dict()` runs.
-        self._saving: dict[int, list[tuple[Any, int]]] = {}
+        self._saving: dict[int, list[tuple[Any, bool, int]]] = {}
 
     def enter(self, optimizer: Optimizer) -> None:
         """Put parts into the place of parameters."""
         if not self._rows and not self._tiled:
             return
+        self.leave(optimizer)
         self.now.thread = threading.get_ident()
-        self._num_steps += 1
+        self._changes += 1
         for group in optimizer.param_groups:
             params = group["params"]
             made = {p: self._part(p, group, optimizer.state) for p in params}
@@ -185,6 +189,7 @@ class Parts:
     def leave(self, optimizer: Optimizer) -> None:
         """Put the parameters back, if parts are in their place."""
         self.now.leave(optimizer)
+        self._changes += self._changes % 2
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Iterator[bool]:
@@ -196,34 +201,34 @@ class Parts:
         after it.
         """
         now, me = self.now, threading.get_ident()
-        while now.parts and now.thread != me and is_in_step(now.thread):
+        while self._changes % 2 and now.thread != me and is_in_step(now.thread):
             world.sleep(_SECONDS)
-        if not now.parts:  # another thread may put them there from now on
+        if not self._changes % 2:  # another thread may step from now on
             yield False
             return
         if now.thread != me or not num_running(optimizer):
             self.leave(optimizer)
             yield False
             return
-        number, take_out = self._num_steps, now.leave_for_now(optimizer)
+        number, take_out = self._changes, now.leave_for_now(optimizer)
         try:
             yield True
         finally:
-            if now.parts and number == self._num_steps:
+            if number == self._changes:
                 take_out()
 
     def before_saving(self, optimizer: Optimizer) -> None:
         """Begin a block of `whole` in which ``state_dict()`` runs."""
-        block, number = self.whole(optimizer), self._num_steps
-        block.__enter__()
+        block = self.whole(optimizer)
+        is_for_now = block.__enter__()
         mine = self._saving.setdefault(threading.get_ident(), [])
-        mine.append((block, number))
+        mine.append((block, is_for_now, self._changes))
 
     def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """End it, and save once more if another thread has stepped in it."""
-        block, number = self._saving[threading.get_ident()].pop()
+        block, is_for_now, number = self._saving[threading.get_ident()].pop()
         block.__exit__(None, None, None)
-        if number != self._num_steps:
+        if not is_for_now and (number % 2 or number != self._changes):
             state.clear()
             state.update(optimizer.state_dict())
 

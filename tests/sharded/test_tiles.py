@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import defaultdict
 from contextlib import contextmanager, suppress
@@ -327,6 +328,8 @@ def test_a_checkpoint_in_the_middle_of_a_step(ctx, name, at, saves):
 def test_checkpoints_of_another_thread(ctx):
     """It may ask at any moment, also in a step."""
     saved, is_over = [], threading.Event()
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that it asks at many moments
 
     def save(optimizer):
         while not is_over.is_set():
@@ -347,6 +350,7 @@ def test_checkpoints_of_another_thread(ctx):
             if disturbs:
                 thread.join()
             is_over.clear()
+    sys.setswitchinterval(usual)
     assert len(saved) > 3
     assert all(sorted(each) == sorted(shapes) for each in saved)
     assert same(*found)

@@ -263,15 +263,15 @@ MUTANTS = [
     Mutant(
         "replicas that went on without each other do not compare their histories",
         "torchft/quorum.py",
-        "        if now == self._compared:\n            return\n",
-        "        return\n",
+        "        if now == self._compared:\n            self._history",
+        "        if True:\n            self._history",
         "torchft",
     ),
     Mutant(
         "a state that came is forgotten if the step ends without a vote",
         "torchft/quorum.py",
-        "        if manager._healing or manager._pending_state_dict is None:\n",
-        "        if True:\n",
+        "        if not self._is_late:\n            return\n",
+        "        return\n",
         "torchft",
     ),
     Mutant(
