@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -153,6 +156,26 @@ def connect(
 ) -> Value:
     """Make a process group, and wait for its ranks, as `World.connect` says."""
     return _world.connect(make, name, ranks, is_listed=is_listed)
+
+
+@contextmanager
+def frame_of(thread: int) -> Iterator[FrameType | None]:
+    """Give the block the innermost frame of a thread, or None if it has ended.
+
+    Args:
+        thread: Its ``ident``.
+    """
+    # Up to CPython 3.11, making a frame object may start a garbage collection, which
+    # may run a destructor. That may wait for a lock which `sys._current_frames` holds
+    # (CPython issue 106883), or let the other thread leave the frame whose object is
+    # being made, which ends the process. So collections are off meanwhile.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

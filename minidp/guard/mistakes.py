@@ -6,7 +6,6 @@ becomes an error only if a comparison of the ranks proves it (`comparison`).
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from minidp import world
 from minidp.config import passing
 from minidp.core import NO_TASK, Phase, Reducer, current_task
 from minidp.errors import (
@@ -553,16 +553,10 @@ def num_running(optimizer: Optimizer) -> int:
 
 def is_in_step(thread: int) -> bool:
     """Return whether another thread is in a step of any optimizer."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # for the reason that `minidp.hang.rank_status` gives
-    try:
-        frame = sys._current_frames().get(thread)
+    with world.frame_of(thread) as frame:
         while frame is not None and frame.f_code is not _STEP:
             frame = frame.f_back
         return frame is not None
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def is_nested(optimizer: Optimizer) -> bool:

@@ -12,7 +12,6 @@ first: the system closes it when the process of the store ends.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minidp import world
 from minidp.comm import address_of, is_waiting, post_json, read_json
 from minidp.core import Phase, Reducer
 from minidp.errors import shortened
@@ -135,22 +135,12 @@ def _walk(thread: int) -> tuple[list[FrameType], FrameType | None]:
 
     The latter is None if there is none, or if the thread has ended.
     """
-    # Up to CPython 3.11, making a frame object may start a garbage collection, which
-    # may run a destructor. That may wait for a lock which `sys._current_frames` holds
-    # (CPython issue 106883), or let the other thread leave the frame whose object is
-    # being made, which ends the process. So collections are off meanwhile.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        frame = sys._current_frames().get(thread)
+    with world.frame_of(thread) as frame:
         inside: list[FrameType] = []
         while frame is not None and _is_library(frame):
             inside.append(frame)
             frame = frame.f_back
         return inside, frame
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer
 from minidp import world
 from minidp.guard import is_in_step, num_running
 
-from .tiles import Tiles, can_be_cut, may_be_tiled
+from .tiles import Tiles, can_be_cut, is_large, may_be_tiled
 
 _SECONDS = 0.001  # between two looks whether a step of another thread is over
 
@@ -152,7 +152,11 @@ class Parts:
         self._changes += 1
         for group in optimizer.param_groups:
             params = group["params"]
-            made = {p: self._part(p, group, optimizer.state) for p in params}
+            made = {
+                p: self._part(p, group, optimizer.state)
+                for p in params
+                if p in self._rows or (is_large(p) and p in self._tiled)
+            }
             found = {p: part for p, part in made.items() if part is not None}
             if found:
                 self.now.groups.append((group, params))
@@ -169,18 +173,16 @@ class Parts:
         self, param: nn.Parameter, group: dict[str, Any], states: Mapping[Any, Any]
     ) -> _Part | None:
         """Return what takes the place of a parameter, or None if it stays."""
-        is_divided, is_tiled = param in self._rows, param in self._tiled
-        if not is_divided and not is_tiled:
-            return None
         rows = self._rows.get(param)
         own, grad = rows_of(param.detach(), rows), param.grad
         grad = None if grad is None else rows_of(grad, rows)
-        if is_tiled and grad is not None and may_be_tiled(own, grad, group):
+        may_be = param in self._tiled and may_be_tiled(own, grad, group)
+        if may_be and grad is not None:
             state = states.get(param)
             if state and can_be_cut(state, own):
                 tiles = Tiles(own, grad, state)
                 return _Part(param, own, tiles.params, tiles)
-        if not is_divided:
+        if rows is None:
             return None
         part = nn.Parameter(own, requires_grad=param.requires_grad)
         part.grad = grad

@@ -39,6 +39,11 @@ def tile_numel() -> int:
     return TILE * torch.get_num_threads()
 
 
+def is_large(tensor: Tensor) -> bool:
+    """Return whether a tensor has enough elements for tiles."""
+    return tensor.numel() >= _LARGE * tile_numel()
+
+
 def may_be_tiled(own: Tensor, grad: Tensor | None, group: Mapping[str, Any]) -> bool:
     """Return whether an optimizer would be faster with tiles, and change no bits.
 
@@ -52,7 +57,7 @@ def may_be_tiled(own: Tensor, grad: Tensor | None, group: Mapping[str, Any]) -> 
         type(own) is Tensor  # subclasses may do anything
         and own.is_cpu
         and own.dtype in _DTYPES
-        and own.numel() >= _LARGE * tile_numel()
+        and is_large(own)
         and own.is_contiguous()
         and type(grad) is Tensor
         and _is_alike(grad, own)
