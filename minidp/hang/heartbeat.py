@@ -116,7 +116,7 @@ class Heartbeat(PeerMonitor):
     def report(self, started: int) -> PeerReport:
         """Find out who is missing in collective number ``started``.
 
-        This waits up to 5 s for the watchdog's thread. If it has no answer by then, the
+        This waits up to 6 s for the watchdog's thread. If it has no answer by then, the
         report names no rank, and says that the store does not answer.
         """
         # With riders a rank beats more often, but not all ranks may have them. So
@@ -125,7 +125,9 @@ class Heartbeat(PeerMonitor):
         inquiry = Inquiry(started, silence)
         with waiting():  # other ranks are to see that this one still waits
             self._ask(inquiry)
-            if inquiry.is_done_within(silence + STORE_SECONDS):
+            # The beat that sees that the silence is over comes up to an interval later,
+            # and only then does the store have its time to answer.
+            if inquiry.is_done_within(silence + self._calm_seconds + STORE_SECONDS):
                 report: PeerReport = inquiry.wait()
                 return report
         return PeerReport(

@@ -179,7 +179,7 @@ def _is_the_scripts(outcome: Outcome) -> bool:
 
 def _names(rank: int, text: str) -> bool:
     told = text.partition("]")[2]  # behind the rank that tells it
-    return re.search(rf"[Rr]ank(s|\(s\))? {rank}\b", told) is not None
+    return re.search(rf"[Rr]ank(s|\(s\))? (\d+, )*{rank}\b", told) is not None
 
 
 def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
