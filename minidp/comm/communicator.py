@@ -162,15 +162,24 @@ class PeerMonitor:
         """
         return None
 
-    def move_to(self, group: ProcessGroup, key: str, *, has_met: bool = True) -> None:
-        """Talk to the other ranks through the store of another group from now on.
+    def move_to(
+        self,
+        group: ProcessGroup,
+        key: str,
+        *,
+        has_met: bool = True,
+        leaves_word: bool = False,
+    ) -> None:
+        """Talk to the other ranks at another place of a store from now on.
 
         Here this does nothing.
 
         Args:
-            group: The group.
-            key: The place in its store, which is equal on all ranks.
+            group: The group whose store it is, perhaps another one than before.
+            key: The place in it, which is equal on all ranks.
             has_met: Whether all ranks are known to have met.
+            leaves_word: Whether ranks that are still at the old place, because they are
+                in a collective that this one has finished, are told that it has moved.
         """
 
 

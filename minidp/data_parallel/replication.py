@@ -154,7 +154,7 @@ class Replication:
                 delayed = [managed[name] for name in checked.replica.delayed]
                 broadcast_coalesced(delayed, group)
         if verifies:
-            communicator.peers.move_to(group, self._key)
+            communicator.peers.move_to(group, self._key, leaves_word=True)
             self._reducer.adopt(self._reducer.queue.layout, in_shared_memory=True)
 
     def connect(self, module: nn.Module) -> None:

@@ -71,20 +71,39 @@ class Heartbeat(PeerMonitor):
         self._moved = world.now()
         self._beat = 0
         self._questions: list[Inquiry | Passed] = []
+        # Last statuses for the places that this rank has left: see `move_to`.
+        self._words: list[tuple[Channel, RankStatus]] = []
         # What else travels with a beat, by topic: see `exchange_often`.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
         self._num_riders = 0  # how many there have ever been
         self._open(communicator.group, key, has_met=False)
 
-    def move_to(self, group: ProcessGroup, key: str, *, has_met: bool = True) -> None:
-        """Publish and read through the store of another group from now on.
+    def move_to(
+        self,
+        group: ProcessGroup,
+        key: str,
+        *,
+        has_met: bool = True,
+        leaves_word: bool = False,
+    ) -> None:
+        """Publish and read at another place, perhaps in the store of another group.
 
-        If all ranks ``has_met`` before, each of them is known to have wrapped the
-        module. What was read or is still to be sent through the old store is forgotten,
-        and so are open questions of the kind `Passed`, which nobody would answer. To
-        connect to the store may take 2 s.
+        What was read or is still to be sent at the old place is forgotten, and so are
+        open questions of the kind `Passed`, which nobody would answer. To connect to
+        the store may take 2 s.
+
+        Args:
+            group: The group whose store is used from now on.
+            key: The place in it.
+            has_met: Whether each rank is known to have wrapped the module.
+            leaves_word: Whether this rank moves because a collective is over that other
+                ranks may still be in. They are told at the old place, where they would
+                miss its heartbeats and take it for dead.
         """
         self.is_alone &= not has_met
+        if leaves_word:
+            word = RankStatus(0, "", self._tally.started, has_moved=True)
+            self._words.append((self._channel, word))
         self._open(group, key, has_met=has_met)
 
     def _open(self, group: ProcessGroup, key: str, *, has_met: bool) -> None:
@@ -214,6 +233,7 @@ class Heartbeat(PeerMonitor):
         # long.
         del reducer
         try:
+            self._send_words()
             if not channel.problem:
                 channel.send(status)
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
@@ -228,6 +248,13 @@ class Heartbeat(PeerMonitor):
             is_over = question.is_completed() or question.try_answer(channel)
             if is_over and question in self._questions:
                 self._questions.remove(question)
+
+    def _send_words(self) -> None:
+        # The thread of `tick` does it, so that they follow all that it has sent there.
+        while self._words:
+            left, word = self._words.pop()
+            if not left.problem:
+                left.send(word)
 
     def _carry(
         self, channel: Channel, topic: str, rider: Callable[[dict[int, Any]], Any]
@@ -258,6 +285,7 @@ class Heartbeat(PeerMonitor):
         """
         self.give_up(why)
         try:
+            self._send_words()
             if not self._channel.problem:
                 self._channel.send(None)
         except RuntimeError as error:  # nobody is left who could read it

@@ -2,7 +2,8 @@
 
 Two kinds of messages go through the store::
 
-    status/{rank}    where the rank is; every interval, with one beat more each time
+    status/{rank}    where the rank is; every interval, with one beat more each time,
+                     until it moves to another place of the store
     alarm/{number}   a rank will not come any more, and why; once, when that is so
 
 The store lives in one process, and a `TCPStore` prints many lines when it cannot reach
@@ -80,6 +81,7 @@ class RankStatus:
     steps: int = 0  # of optimizers, since the last synchronised backward
     beat: int = 0  # counts messages: a rank whose beat stands still does not run
     seconds: float = 0.0  # since anything but the beat has changed
+    has_moved: bool = False  # whether this is its last status at this place
 
 
 def status_of(reducer: Reducer, thread: int) -> RankStatus:

@@ -56,22 +56,27 @@ class MissingRanks:
             status, or that have started fewer collectives and wait for none. If the
             store was lost, a rank without status is not among them, because nobody
             could read its status. Neither is one that has started the collective, and
-            has left after that without an error.
+            has left, or moved to another place of the store, after that.
     """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
-        self._statuses, self._alarms = channel.statuses, channel.alarms
+        # A rank that has moved before it started this collective has used this place
+        # for another replica, and says nothing about this one.
+        self._statuses = {
+            rank: status
+            for rank, status in channel.statuses.items()
+            if not status.has_moved or status.started >= started
+        }
+        self._alarms = channel.alarms
         self._is_store_lost, self._has_met = bool(channel.problem), channel.has_met
         self._started = started
         others = [r for r in range(channel.size) if r != channel.rank]
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
         self._gone = sorted(late)
         # Silent, too, but they have done their part.
-        self._done = [
-            rank
-            for rank, alarm in sorted(self._alarms.items())
-            if alarm.why in _GONE and rank not in self._gone
-        ]
+        left = {rank for rank, alarm in self._alarms.items() if alarm.why in _GONE}
+        moved = {rank for rank, status in self._statuses.items() if status.has_moved}
+        self._done = sorted((left | moved) - {*self._gone})
         self._others = [rank for rank in others if rank not in self._done]
         self._silent = {*silent} - {*self._done}
         # If a rank gave up, the others may be late because of it. So they are not
@@ -192,14 +197,18 @@ class Inquiry(FutureWork):
         """Set the result if it is known by now, and return whether it is set.
 
         It is known once a rank gave up before that collective, or each other rank
-        either gave up or has shown a new beat. It is also set, with what is known, when
-        ``silence`` is over or the store is lost. This reads the ``channel`` only, so it
-        never waits for the store.
+        either gave up, has moved or has shown a new beat. It is also set, with what is
+        known, when ``silence`` is over or the store is lost. This reads the ``channel``
+        only, so it never waits for the store.
         """
         statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
         for rank, status in statuses.items():
             self._first.setdefault(rank, status.beat)
-        running = {r for r, s in statuses.items() if s.beat > self._first[r]}
+        running = {
+            rank
+            for rank, status in statuses.items()
+            if status.beat > self._first[rank] or status.has_moved
+        }
         is_explained = any(alarm.started < self._started for alarm in alarms.values())
         is_complete = len(running | alarms.keys()) >= channel.size - 1
         is_over = is_explained or is_complete or world.now() > self._deadline
@@ -264,6 +273,8 @@ class Passed:
         self.gone |= channel.alarms.keys()
         self.ahead |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
+            if status.has_moved:
+                continue
             is_new = status.beat > self._first.setdefault(rank, status.beat)
             limit = _STUCK_SECONDS_OF_ANSWERERS if self._may_answer else _STUCK_SECONDS
             is_stuck = is_new and status.waits and status.seconds > limit

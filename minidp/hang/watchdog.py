@@ -34,7 +34,9 @@ from .heartbeat import Heartbeat
 from .rank_status import DELETED, ENDED
 
 logger = logging.getLogger("minidp")
-EXIT_SECONDS = 1.0  # how long the exit of the process waits for the final heartbeat
+# How long the exit of the process waits for the final heartbeat, which a busy host may
+# delay; and then for the thread, which may be in the store.
+FAREWELL_SECONDS, END_SECONDS = 3.0, 1.0
 # How long a device may take to go on after an abort, before the process is ended.
 ABORT_SECONDS, POLL_SECONDS = 10.0, 0.01
 
@@ -146,7 +148,7 @@ class Watchdog:
     def _leave_with_the_process(self) -> None:
         """Let the thread tell the other ranks, at exit, why this process ends.
 
-        They are told the error that ended it, if there is one. This waits up to 2 s for
+        They are told the error that ended it, if there is one. This waits up to 4 s for
         the thread to end.
         """
         thread = self._thread
@@ -156,9 +158,9 @@ class Watchdog:
         cause = "" if error is None else f": {type(error).__name__}: {error}"
         self._farewell = f"{ENDED}{cause}"
         self._bell.set()
-        thread.join(EXIT_SECONDS)
+        thread.join(FAREWELL_SECONDS)
         self._is_mute = True
-        thread.join(EXIT_SECONDS)
+        thread.join(END_SECONDS)
 
     def _give_up_what_hangs(self, heartbeat: Heartbeat) -> None:
         """Start a thread to `_judge` a collective that is late on an accelerator.

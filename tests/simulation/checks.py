@@ -14,12 +14,10 @@ from .play import Outcome, Play
 from .scheduler import Death, Finding, Life
 from .training import HANG_SECONDS, differ, expected
 
-# What a wait may take beyond its limit: to ask who is missing, and a slice.
+# What a wait may take beyond its limit: to find out whether a rank comes to a meeting
+# (5 s), then to ask who is missing (6 s), and a slice.
 SLACK_SECONDS = 12.0
 SOON_SECONDS = 5.0  # until others hear of a rank that calls reset()
-# Known limit of reports, which simulated ranks have found: who has got through a
-# constructor publishes in another place of the store, so that a rank that is still in
-# it takes it for silent. Such errors may blame others, too.
 ABSENT = re.compile(r"Missing: rank ([0-9, ]+)\.")
 ELSEWHERE = re.compile(r"Rank (\d+) runs, but waits for other ranks elsewhere")
 
@@ -142,7 +140,8 @@ def check_errors(
         must_name: Whether each error of another rank has to name one of them.
         limit: How many seconds a wait may take.
         busy: For how long a rank was busy beside that.
-        has_two_wrappers: Whether a rank may truly wait elsewhere: in another wrapper.
+        has_two_wrappers: Whether a rank may truly wait elsewhere, in another wrapper,
+            or be gone because of an error there.
     """
     for outcome in play.outcomes:
         if outcome.rank not in culprits:
@@ -158,11 +157,18 @@ def check_errors(
         elsewhere = {int(r) for r in ELSEWHERE.findall(told)}
         excused = culprits | elsewhere if has_two_wrappers else culprits
         # Who hears late is to blame no other rank, and is none to be blamed either.
-        if outcome.step >= 0 and (is_innocent or play.fault.kind is Kind.HEARS_LATE):
+        if is_innocent or play.fault.kind is Kind.HEARS_LATE:
             _check_names(play, told, excused, what)
-        is_named = any(_names(r, str(error)) for r in culprits)
+        gone = _failed_and_gone(play, told) if has_two_wrappers else set()
+        is_named = any(_names(r, str(error)) for r in culprits | gone)
         if is_innocent and must_name and not is_named:
             raise Finding(f"the error does not name rank {culprits}: {what}")
+
+
+def _failed_and_gone(play: Play, told: str) -> set[int]:
+    """Return the ranks that an error truly calls gone, because of an error there."""
+    failed = {each.rank for each in play.outcomes if each.error is not None}
+    return {rank for rank in failed if f"Rank {rank} is gone" in told}
 
 
 def _line(error: BaseException) -> str:
@@ -205,6 +211,7 @@ def _check_time(play: Play, outcome: Outcome, limit: float, busy: float) -> None
     fault = play.fault
     late = fault.seconds if fault.has_struck else 0.0
     limit = limit * outcome.num_waits + SLACK_SECONDS + late + busy
+    limit += play.scheduler.busy_between(outcome.began, outcome.ended)
     if outcome.is_own:  # without a limit
         return
     took = outcome.ended - outcome.began

@@ -200,6 +200,7 @@ class Scheduler:
         self._driver.acquire()
         self._style = [*Style][tape.choose(3)]
         self._change_in = 0
+        self._jumps: list[tuple[float, float]] = []  # of the clock: see `busy_between`
 
     # -- who runs ----------------------------------------------------------------------
 
@@ -211,6 +212,17 @@ class Scheduler:
         if self.current is None or self.is_over:
             return None
         return self.current.process
+
+    def busy_between(self, begin: float, end: float) -> float:
+        """Return for how many seconds of that time the host let nobody run.
+
+        Somebody could have run, so that these seconds count for no limit of a wait.
+        """
+        return sum(
+            min(until, end) - max(since, begin)
+            for since, until in self._jumps
+            if since < end and until > begin
+        )
 
     def note(self, text: str) -> None:
         """Add a line to the account of who did what, and when."""
@@ -385,7 +397,8 @@ class Scheduler:
                 continue
             is_soon = later - self.time < JUMP_SECONDS
             if is_soon and self._style is not Style.GOES_ON and self.tape.is_rare(200):
-                self.time = later  # all who could run are slow
+                self._jumps.append((self.time, later))  # all who could run are slow
+                self.time = later
                 continue
             chosen = self._choose(me, can_run, arrived)
             if isinstance(chosen, Thread):

@@ -20,6 +20,10 @@ from tests.simulation.training import Settings
 from .steps import train_step, wrapped
 
 AUTO_SECONDS = 300.0  # what hang_timeout="auto" allows to ranks that wait in vain
+# A rank of which nothing was heard yet may be on its way. "auto" lets it take as long
+# as the group allows, 1800 s, which is less than this many waits.
+WAITS_OF_GROUP = 7
+UNHEARD = "nothing was heard of it since"
 # Of the limit of a wait: for how long a rank is busy.
 SHARES = (0.0, 0.01, 0.5, 3.0)
 
@@ -80,9 +84,7 @@ def train_two(ctx: Rank) -> None:
     busy: Busy = ctx.settings
     settings = busy.training
     with ctx.step(-1) as outcome:
-        # A rank of which nothing was heard yet may be on its way: "auto" lets it take
-        # as long as the group allows.
-        outcome.num_waits = 7 if busy.is_patient else 2
+        outcome.num_waits = WAITS_OF_GROUP if busy.is_patient else 2
         models = [wrapped(ctx, settings) for _ in range(2)]
     for step in range(settings.steps):
         for number, (model, optimizer) in enumerate(models):
@@ -110,6 +112,9 @@ def check_reports(play: Play) -> None:
     culprits = {fault.rank} if fault.has_struck else set()
     # It has not come, which a report says even if it might still come in time.
     culprits |= {busy.rank} if is_late or busy.seconds else set()
+    for outcome in play.outcomes:
+        if busy.is_patient and UNHEARD in str(outcome.error):
+            outcome.num_waits = WAITS_OF_GROUP
     check_errors(
         play,
         culprits,
