@@ -257,8 +257,15 @@ MUTANTS = [
     Mutant(
         "a rank that ended after its part is missing",
         "hang/report.py",
-        "if alarm.why in _GONE and rank not in self._gone",
-        "if False",
+        "self._done = sorted((left | moved) - {*self._gone})",
+        "self._done = sorted(moved - {*self._gone})",
+    ),
+    Mutant(
+        "a rank that is through its constructor is taken for dead by the others",
+        "data_parallel/replication.py",
+        "(group, self._key, leaves_word=True)",
+        "(group, self._key)",
+        "hangs",
     ),
     Mutant(
         "replicas that went on without each other do not compare their histories",
