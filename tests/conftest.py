@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.support.alone import lone_default_group
 from tests.support.extension import either_kernels, library
-from tests.support.pool import Pool
+from tests.support.pool import Pool, let_sleep
 
 __all__ = ["either_kernels", "library"]  # fixtures
 
@@ -101,6 +101,13 @@ def _seed_of_test(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _pools_sleep(request: pytest.FixtureRequest) -> None:
+    """No idle process of a pool takes time from a test without one."""
+    if "pool" not in request.fixturenames:
+        let_sleep()
 
 
 @pytest.fixture(scope="session")

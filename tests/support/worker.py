@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from tests.support import sim
 
@@ -139,6 +140,8 @@ def unpack(blob: bytes) -> Any:
 
 def serve(connection: Connection, setup: Setup) -> None:
     """Make the process groups, then answer jobs until the pipe is closed."""
+    # A process that is stopped would not see that the pipe is closed.
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     stacks = open(setup.stacks_path, "w")  # noqa: SIM115  (lives as long as we do)
     faulthandler.enable(file=stacks)
