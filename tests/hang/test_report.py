@@ -137,6 +137,24 @@ def test_who_has_ended_after_its_part_is_not_missing():
     )
 
 
+def test_who_has_moved_after_its_part_is_not_missing():
+    """It is through a constructor, and publishes in another place from now on."""
+    through = RankStatus(0, "", 5, has_moved=True)
+    found = MissingRanks(channel(STATUSES["late"], through), 5, ())
+    assert found.absent == [1]
+    assert found.may_still_come()
+    done = answer(Inquiry(5, 20.0), channel(through))
+    assert done.text.startswith("No rank is missing, but messages do not arrive: rank")
+    # For another replica, which has this place, too, it has published nothing.
+    assert answer(Inquiry(6, 20.0), channel(through)) == (
+        "Missing: rank 1. Rank 1 never said that it wrapped this module.",
+        True,
+    )
+    passed = Passed(0, 0, 4, may_answer=False)
+    passed.try_answer(channel(through))
+    assert not passed.reducing | passed.gone | passed.ahead
+
+
 def test_texts_that_might_be_long():
     alarm = Alarm(1, 4, "x" * 5000)
     assert len(missing_ranks("busy", alarms=[alarm]).to_text()) < 1500
