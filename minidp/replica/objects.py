@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cached_property
 from typing import TypeVar
 
@@ -33,19 +33,26 @@ class Survey:
             They stay so: those that there are now must not be frozen instead.
     """
 
-    def __init__(self, known: Iterable[object]) -> None:
+    def __init__(self, known: Collection[object]) -> None:
         self._known = known
 
     @cached_property
     def _found(self) -> list[object]:
-        every = gc.get_objects()
-        if gc.get_freeze_count():
-            visible = {id(each) for each in every}
-            if any(id(each) not in visible for each in self._known):
-                gc.unfreeze()
-                every = gc.get_objects()
-        # isinstance() would run code of proxy objects, so this asks for the type alone.
-        return [each for each in every if issubclass(type(each), _KINDS)]
+        found = self._visible()
+        # To ask how many objects are frozen would walk over all of them.
+        ids = {id(each) for each in found}
+        if any(id(each) not in ids for each in self._known):
+            gc.unfreeze()
+            found = self._visible()
+        return [each for each in found if issubclass(type(each), _KINDS)]
+
+    def _visible(self) -> list[object]:
+        """Return the objects of our kinds, and of the known ones', that are not frozen.
+
+        Only their types are looked at: isinstance() would run code of proxy objects.
+        """
+        kinds = (*_KINDS, *{type(each) for each in self._known})
+        return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
     def steppers_of(self, optimizer: Optimizer) -> list[object]:
         """Return objects that hold an optimizer, and have a ``step`` method.

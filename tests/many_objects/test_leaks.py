@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel, MiniDPError, comm_hooks
+from tests.support.collecting import few_objects
 from tests.wrong_uses.bad_inputs import hooks_on, nodes_of
 
 pytestmark = pytest.mark.fault
@@ -171,21 +172,19 @@ class Growth:
 def measure(step: Callable[[], None], num_cycles: int) -> Growth:
     """Run cycles and return what each adds to memory, files and threads."""
     per_period = max(1, num_cycles // NUM_PERIODS)
-    gc.collect()
-    gc.freeze()  # a collection then looks at what the cycles made, not at all of torch
-    for _ in range(2 * per_period):
-        step()
-    gc.collect()
-    before = handles()
     used, resident = [], []
-    for _ in range(NUM_PERIODS):
-        for _ in range(per_period):
+    with few_objects():
+        for _ in range(2 * per_period):
             step()
         gc.collect()
-        used.append(used_bytes())
-        resident.append(resident_bytes())
-    grown = tuple(b - a for a, b in zip(before, handles(), strict=True))
-    gc.unfreeze()
+        before = handles()
+        for _ in range(NUM_PERIODS):
+            for _ in range(per_period):
+                step()
+            gc.collect()
+            used.append(used_bytes())
+            resident.append(resident_bytes())
+        grown = tuple(b - a for a, b in zip(before, handles(), strict=True))
     slopes = (slope(sizes) / per_period for sizes in (used, resident))
     return Growth(*slopes, grown, num_cycles >= MANY_CYCLES)
 

@@ -6,7 +6,6 @@ calls ended in what.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
 
@@ -17,6 +16,7 @@ import torch
 from minidp import DataParallel, native
 from minidp.core.grad_hooks import GradHooks
 from minidp.guard.optimizer_guard import Guard
+from tests.support.collecting import few_objects
 from tests.wrong_uses import bad_hooks, bad_inputs
 from tests.wrong_uses.bad_hooks import TINY, Case, try_hook
 from tests.wrong_uses.bad_inputs import DOCUMENTED, Broken, Call, make, try_call
@@ -94,12 +94,10 @@ def test_random_ones(what, cases):
     def run(case):
         outcomes[what(case)] += 1
 
-    gc.collect()
-    gc.freeze()  # a collection then costs microseconds, not the walk over all of torch
     try:
-        run()
+        with few_objects():
+            run()
     finally:
-        gc.unfreeze()
         lines = [f"    {n:6d}  {end}\n" for end, n in outcomes.most_common()]
         sys.stdout.write("".join(lines))
     assert len(outcomes) >= 3, outcomes  # some go right, some go wrong
