@@ -114,10 +114,12 @@ def check_recovered(play: Play, *, is_told: bool = True) -> None:
         if not is_told:
             told = min((t for t in raised if each.began <= t), default=each.ended)
             took = each.ended - each.began
-            if took > HANG_SECONDS + SLACK_SECONDS + play.fault.seconds:
+            busy = play.scheduler.busy_between(each.began, each.ended)
+            if took > HANG_SECONDS + SLACK_SECONDS + play.fault.seconds + busy:
                 raise Finding(f"rank {each.rank} waited {took:.1f} s")
         late = each.ended - told
-        if late > SOON_SECONDS + play.fault.seconds:
+        busy = play.scheduler.busy_between(told, each.ended)
+        if late > SOON_SECONDS + play.fault.seconds + busy:
             raise Finding(
                 f"rank {each.rank} heard of the error only after {late:.1f} s"
             )

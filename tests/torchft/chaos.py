@@ -34,16 +34,24 @@ LIGHTHOUSE = {
     "quorum_tick_ms": 20,
     "heartbeat_timeout_ms": 600,
 }
+# Where nobody dies, nobody is to be left out, however late it is beside other programs.
+PATIENT = {
+    "min_replicas": REPLICAS,
+    "join_timeout_ms": 20_000,
+    "heartbeat_timeout_ms": 20_000,
+}
 
 
 class Job:
     """Three replicas, each replaced as soon as it ends."""
 
-    def __init__(self, folder, wrapper):
+    def __init__(self, folder, wrapper, *, is_patient=False):
         from torchft._torchft import LighthouseServer
 
         self.folder, self.wrapper = Path(folder), wrapper
-        self.lighthouse = LighthouseServer(bind="[::]:0", **LIGHTHOUSE)
+        self.lighthouse = LighthouseServer(
+            bind="[::]:0", **(LIGHTHOUSE | PATIENT if is_patient else LIGHTHOUSE)
+        )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "torchft", "minidp.torchft"])
         self.processes = {}
@@ -139,7 +147,7 @@ def play(kills, wrapper, seed=0, kinds=KINDS, until=None):
     """Return what all replicas noted, the kills, and what went wrong."""
     chance, wrong, done = random.Random(seed), [], []
     with tempfile.TemporaryDirectory(prefix="mdp-") as folder:
-        job = Job(folder, wrapper)
+        job = Job(folder, wrapper, is_patient=not kills)
         while len(done) < kills:
             since = time.time()
             while len(ready := job.up_to_date()) < 2:
