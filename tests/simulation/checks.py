@@ -161,16 +161,16 @@ def check_errors(
         # Who hears late is to blame no other rank, and is none to be blamed either.
         if is_innocent or play.fault.kind is Kind.HEARS_LATE:
             _check_names(play, told, excused, what)
-        gone = _failed_and_gone(play, told) if has_two_wrappers else set()
-        is_named = any(_names(r, str(error)) for r in culprits | gone)
+        named = set(culprits)
+        if has_two_wrappers:
+            named |= {r for r in _failed(play) if f"Rank {r} is gone" in told}
+        is_named = any(_names(r, str(error)) for r in named)
         if is_innocent and must_name and not is_named:
             raise Finding(f"the error does not name rank {culprits}: {what}")
 
 
-def _failed_and_gone(play: Play, told: str) -> set[int]:
-    """Return the ranks that an error truly calls gone, because of an error there."""
-    failed = {each.rank for each in play.outcomes if each.error is not None}
-    return {rank for rank in failed if f"Rank {rank} is gone" in told}
+def _failed(play: Play) -> set[int]:
+    return {each.rank for each in play.outcomes if each.error is not None}
 
 
 def _line(error: BaseException) -> str:
@@ -192,9 +192,8 @@ def _names(rank: int, text: str) -> bool:
 
 def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
     """Let an error blame no rank that has done nothing, and take no dead one to run."""
-    failed = {each.rank for each in play.outcomes if each.error is not None}
     named = {int(r) for found in ABSENT.findall(told) for r in found.split(",")}
-    gave_up = {r for r in failed if _has_given_up(r, told)}
+    gave_up = {r for r in _failed(play) if _has_given_up(r, told)}
     if wrong := named - culprits - gave_up:
         raise Finding(f"the error blames rank {wrong}, not {culprits}: {what}")
     is_dead = play.fault.kind in (Kind.DIES, Kind.DIES_SILENTLY)

@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
+from minidp.run.children import die_with_parent
 from tests.support import sim
 
 Ranks = tuple[int, ...]
@@ -141,7 +141,7 @@ def unpack(blob: bytes) -> Any:
 def serve(connection: Connection, setup: Setup) -> None:
     """Make the process groups, then answer jobs until the pipe is closed."""
     # A process that is stopped would not see that the pipe is closed.
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     stacks = open(setup.stacks_path, "w")  # noqa: SIM115  (lives as long as we do)
     faulthandler.enable(file=stacks)
