@@ -130,6 +130,13 @@ class PeerMonitor:
         This rank must join no further collective. The alarm is only queued here.
         """
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one joins another group.
+
+        It must join no further collective of the present one, and `move_to` must
+        follow. The alarm is only queued here.
+        """
+
     def ask_who_passed(
         self, step: int, steps: int, *, may_answer: bool
     ) -> Question | None:

@@ -276,6 +276,14 @@ class Replication:
         self._is_new = False
         return self._common_key("alone")
 
+    def leave(self) -> None:
+        """Tell the ranks of the present group that the wrapper moves to another one.
+
+        Some of them may be in a collective that this rank has finished. They would miss
+        its heartbeats, and take it for dead.
+        """
+        self._reducer.communicator.peers.leave()
+
     def move(self) -> None:
         """Follow the wrapper to another group, in whose store it needs a new place.
 

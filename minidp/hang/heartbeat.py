@@ -27,7 +27,7 @@ from minidp.comm import (
 )
 from minidp.core import Reducer
 
-from .rank_status import Alarm, Channel, RankStatus, status_of
+from .rank_status import MOVED, Alarm, Channel, RankStatus, status_of
 from .report import Inquiry, Passed
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ class Heartbeat(PeerMonitor):
         self._moved = world.now()
         self._beat = 0
         self._questions: list[Inquiry | Passed] = []
-        # Last statuses for the places that this rank has left: see `move_to`.
-        self._words: list[tuple[Channel, RankStatus]] = []
+        # For the places that this rank has left: what is still to be sent there, and a
+        # last status, if there is one. See `leave` and `move_to`.
+        self._words: list[tuple[Channel, RankStatus | None]] = []
         # What else travels with a beat, by topic: see `exchange_often`.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
         self._num_riders = 0  # how many there have ever been
@@ -162,6 +163,15 @@ class Heartbeat(PeerMonitor):
         self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
+    def leave(self) -> None:
+        """Tell the ranks of the present place that this one joins another group.
+
+        `move_to` must follow. The watchdog's thread sends the alarm at its next `tick`.
+        """
+        if self.is_awaited:
+            self.give_up(MOVED)
+            self._words.append((self._channel, None))
+
     def ask_who_passed(self, step: int, steps: int, *, may_answer: bool) -> Passed:
         """Ask whether some rank will not come, and return the open question at once."""
         passed = Passed(step, steps, self._tally.started, may_answer=may_answer)
@@ -233,7 +243,6 @@ class Heartbeat(PeerMonitor):
         # long.
         del reducer
         try:
-            self._send_words()
             if not channel.problem:
                 channel.send(status)
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
@@ -244,6 +253,7 @@ class Heartbeat(PeerMonitor):
                     self._carry(channel, topic, rider)
         except RuntimeError as error:
             channel.lose(error)
+        self._send_words()
         for question in questions:
             is_over = question.is_completed() or question.try_answer(channel)
             if is_over and question in self._questions:
@@ -253,8 +263,12 @@ class Heartbeat(PeerMonitor):
         # The thread of `tick` does it, so that they follow all that it has sent there.
         while self._words:
             left, word = self._words.pop()
-            if not left.problem:
+            if left.problem:
+                continue
+            try:
                 left.send(word)
+            except RuntimeError as error:  # the present place may be in another store
+                left.lose(error)
 
     def _carry(
         self, channel: Channel, topic: str, rider: Callable[[dict[int, Any]], Any]
@@ -284,8 +298,8 @@ class Heartbeat(PeerMonitor):
         This may block, as `tick` does. It raises nothing if the store is lost.
         """
         self.give_up(why)
+        self._send_words()
         try:
-            self._send_words()
             if not self._channel.problem:
                 self._channel.send(None)
         except RuntimeError as error:  # nobody is left who could read it

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 2.0
 ENDED = "its process ended"  # the text of an alarm, before the error that ended it
 DELETED = "its DataParallel object is gone"  # the whole text of an alarm
+MOVED = "it has moved to another process group"  # the same
 _PHRASES = {
     Phase.IDLE: "between two steps",
     Phase.ARMED: "after a forward, before its backward",

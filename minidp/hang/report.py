@@ -23,7 +23,7 @@ import torch
 from minidp import world
 from minidp.comm import FutureWork, PeerReport
 
-from .rank_status import DELETED, ENDED, Channel, RankStatus
+from .rank_status import DELETED, ENDED, MOVED, Channel, RankStatus
 
 # A report says that nothing moves on a rank if nothing has for a few heartbeats.
 _STILL_SECONDS = 3.0
@@ -74,7 +74,8 @@ class MissingRanks:
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
         self._gone = sorted(late)
         # Silent, too, but they have done their part.
-        left = {rank for rank, alarm in self._alarms.items() if alarm.why in _GONE}
+        whys = (MOVED, *_GONE)
+        left = {rank for rank, alarm in self._alarms.items() if alarm.why in whys}
         moved = {rank for rank, status in self._statuses.items() if status.has_moved}
         self._done = sorted((left | moved) - {*self._gone})
         self._others = [rank for rank in others if rank not in self._done]

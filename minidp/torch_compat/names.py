@@ -225,8 +225,11 @@ class TorchNames:
         old = self.process_group
         if isinstance(new_process_group, dist.ProcessGroup):
             vars(self)["process_group"] = new_process_group
+        is_other = self.process_group is not old
+        if is_other:
+            self._replication.leave()  # before `reset` forgets what was started
         self._reducer.reset(self.process_group)
-        if self.process_group is not old:
+        if is_other:
             self._replication.move()
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
         self._replication.compare_on(self.process_group, new=True, alone=True)

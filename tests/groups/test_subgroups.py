@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel
+from minidp.errors import CollectiveError
 from tests.support.both import Scalars, history_of, same, values, wrapped, x_of
 from tests.support.ranks import as_in_torch, on_ranks
 
@@ -60,6 +63,22 @@ def test_update_process_group(ctx, wrap):
     if isinstance(ddp, DataParallel):  # the rank in the new group
         assert str(caught.value).startswith(f"[rank {ctx.rank - 1}]")
     return found
+
+
+@on_ranks(3, fresh={})
+def test_who_has_moved_is_named_where_it_was(ctx):
+    """Its heart has stopped there; it is not dead."""
+    pair = dist.new_group([1, 2], timeout=timedelta(seconds=10))
+    ddp = wrapped(ctx, Scalars(2), hang_timeout=4.0)
+    ddp(x_of(ctx)).backward()
+    if ctx.rank == 0:
+        with pytest.raises(CollectiveError, match="Missing: rank 1, 2") as caught:
+            ddp(x_of(ctx)).backward()
+        assert "Rank 1 gave up: it has moved to another process" in str(caught.value)
+        return
+    ddp._update_process_group(pair)
+    ddp(x_of(ctx)).backward()
+    threading.Event().wait(1.0)  # the end of its process is another thing to tell
 
 
 @on_ranks(3)

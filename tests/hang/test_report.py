@@ -19,7 +19,14 @@ from minidp import world
 from minidp.comm import Communicator, gather_json, post_json
 from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
 from minidp.hang import heartbeat, report
-from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
+from minidp.hang.rank_status import (
+    ENDED,
+    MOVED,
+    Alarm,
+    RankStatus,
+    _text_of_missing,
+    place_of,
+)
 from minidp.hang.report import Inquiry, MissingRanks, Passed
 from tests.hang.test_world import Stopped
 from tests.support.waiting import until
@@ -153,6 +160,15 @@ def test_who_has_moved_after_its_part_is_not_missing():
     passed = Passed(0, 0, 4, may_answer=False)
     passed.try_answer(channel(through))
     assert not passed.reducing | passed.gone | passed.ahead
+
+
+def test_who_has_joined_another_group_after_its_part_is_not_missing():
+    """It publishes nothing in this place any more, as a dead rank does."""
+    through = {"alarms": [Alarm(2, 5, MOVED)], "silent": [2]}
+    assert missing_ranks("busy, is past it", **through).absent == [1]
+    before = missing_ranks("busy, waits", alarms=[Alarm(2, 4, MOVED)], silent=[2])
+    assert before.absent == [2]
+    assert before.to_text().endswith(f"Rank 2 gave up: {MOVED}.")
 
 
 def test_texts_that_might_be_long():
