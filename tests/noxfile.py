@@ -264,7 +264,7 @@ def native(session: nox.Session) -> None:
     pytest(session, *words, marked=marked, profile="fast", native=True)
 
 
-@stage("full")
+@stage("nightly")
 def native_conformance(session: nox.Session) -> None:
     """Torch's own DDP tests on the extension."""
     build(session)

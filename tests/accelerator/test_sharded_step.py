@@ -235,7 +235,7 @@ def bits_of_the_cpu(ctx, scenario, way):
 
 
 @on_ranks(2)
-@in_ways("name", SCENARIOS)
+@in_ways("name", SCENARIOS, every=6)
 def test_bits_are_those_of_the_cpu(ctx, name, way):
     bits_of_the_cpu(ctx, SCENARIOS[name], way)
 

@@ -29,9 +29,9 @@ STEPS = 5
 SMALL = {"bucket_cap_mb": 4 / 1024}  # several buckets
 
 
-def in_ways(name: str, values: Iterable[Any]) -> Any:
+def in_ways(name: str, values: Iterable[Any], every: int = 3) -> Any:
     """Parametrise: each value is tried in the hardest way, a third in another one."""
-    pairs = combined(values, WAYS, always="mixed_nodes", every=3)
+    pairs = combined(values, WAYS, always="mixed_nodes", every=every)
     return pytest.mark.parametrize((name, "way"), pairs)
 
 

@@ -96,11 +96,7 @@ VIEWS = {"gradient_as_bucket_view": True}
         *((2, "wrapper", mode, "") for mode in MODES),
         *((2, place, VIEWS, "") for place in ("in place", "module", "step")),
         *((2, "wrapper", {}, "aot_eager"), (1, "wrapper", {}, "")),
-        pytest.param(2, "step", {}, "aot_eager", marks=SLOW),
-        *(
-            pytest.param(2, "step", mode, "aot_eager", marks=AT_NIGHT)
-            for mode in MODES[1:]
-        ),
+        *(pytest.param(2, "step", mode, "aot_eager", marks=AT_NIGHT) for mode in MODES),
     ],
     ids=str,
 )

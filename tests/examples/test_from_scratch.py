@@ -103,6 +103,7 @@ def test_launching_in_an_order_of_ones_own_is_wrong(tmp_path):
     assert run("stage4_wrong_order.py --in-order", tmp_path)[0] == "yes"
 
 
+@pytest.mark.nightly
 def test_more_than_two_ranks_have_the_bits_that_the_readme_says(tmp_path):
     said = re.findall(
         r"^python \S+/(\w+\.py --ranks 3.*?)  +# (.*)$", README, re.MULTILINE

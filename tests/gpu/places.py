@@ -1,14 +1,15 @@
 """Where scenarios run: ranks on one GPU, on two, on the CPU, or on a simulated device.
 
-    cpu-2       the warm pool: every scenario that has a meaning there, in `--full`
-    sim-2       two ranks, each with a simulated device that finds races, in `--full`
+    cpu-2       the warm pool: every scenario that has a meaning there
+    sim-2       two ranks, each with a simulated device that finds races
     nccl-1      one rank on one GPU
     gloo-2      two ranks on one GPU (NCCL refuses that)
     nccl-2      two ranks, each with a GPU of its own; on one GPU if NCCL, from 2.30 on,
                 is told to do that by NCCL_MULTI_RANK_GPU_ENABLE=1
 
-Places of a GPU exist twice, with the kernels in Python and with the extension. Their
-processes are new interpreters, because CUDA does not survive a fork.
+In `--full` a third of the tests runs at places without a GPU, and all do at night
+(`conftest.py`). Places of a GPU exist twice, with the kernels in Python and with the
+extension. Their processes are new interpreters, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations

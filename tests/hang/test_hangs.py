@@ -317,7 +317,9 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [pytest.param("nothing", marks=pytest.mark.nightly), "destroy"]
+)
 def test_the_process_ends_after_a_failure(end: str) -> None:
     """Also while a collective is in flight that never ends: rank 1 is stopped."""
     ((status, output),) = run_two("os.kill(os.getpid(), signal.SIGSTOP)", ENDS[end])

@@ -15,6 +15,7 @@ from torch import nn
 from minidp import native
 from minidp.config import setting
 from tests.support.both import grads, same, wrapped
+from tests.support.combined import combined
 from tests.support.ranks import on_ranks
 from tests.support.tracing import collective_trace
 
@@ -187,8 +188,7 @@ def check_with_memory(ctx: Any, case: Case, why_not_shared: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("memory", ["auto", "0"])
-@pytest.mark.parametrize("n", [1, 8, 4096])
+@pytest.mark.parametrize(("n", "memory"), combined([1, 8, 4096], ["auto", "0"]))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flag", ["", *FLAGS])
 def test_equal_counts_give_the_bits_of_the_plain_path(ctx, flag, mode, n, memory):

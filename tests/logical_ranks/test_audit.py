@@ -20,7 +20,7 @@ from tests.logical_ranks.faults import Flip
 from tests.logical_ranks.test_bits import FEATURES, NUMBERS, OPTIONS, bits
 from tests.logical_ranks.trainings import batch, net, wrapped
 from tests.support.both import same
-from tests.support.combined import combined
+from tests.support.combined import combined, in_turns
 from tests.support.ranks import on_ranks
 
 # ------------------------------------------------------------- trainings that are right
@@ -49,7 +49,7 @@ def check(pool, scenario, number, ranks=(2, 3, 4), every=1):
                     assert torch.equal(bits(one), bits(other)), f"{size} ranks"
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", in_turns(NUMBERS))
 def test_any_number_of_logical_ranks(pool, number):
     check(pool, trainings.plain, number)
 
@@ -203,6 +203,7 @@ def test_an_alarm_leaves_no_trace(pool, scenario):
                 assert torch.equal(bits(one), bits(other)), f"{size} ranks"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_an_alarm_leaves_no_trace_with_options(pool, options):
     test_an_alarm_leaves_no_trace(pool, partial(trainings.plain, **options))

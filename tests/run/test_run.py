@@ -326,9 +326,9 @@ print([__name__, sys.argv, sys.path[0], __file__, __cached__, __package__, besid
         pytest.param("train.py", marks=pytest.mark.nightly),
         pytest.param("./train.py", marks=pytest.mark.nightly),
         "link.py",
-        "here/train.py",
+        pytest.param("here/train.py", marks=pytest.mark.nightly),
         pytest.param("here", marks=pytest.mark.nightly),
-        "code.zip",
+        pytest.param("code.zip", marks=pytest.mark.nightly),
         "-m train",
     ],
 )

@@ -23,6 +23,7 @@ from minidp import DataParallel
 from minidp.errors import CollectiveError
 from minidp.sharded.awaited import AwaitedParameter
 from tests.support.both import same
+from tests.support.combined import in_turns
 from tests.support.fresh import MEMORIES, run_fresh
 from tests.support.optimized import Breaks
 from tests.support.ranks import on_ranks
@@ -40,7 +41,7 @@ def awaited(module):
     return [n for n, p in module.named_parameters() if type(p) is AwaitedParameter]
 
 
-@pytest.mark.parametrize(("name", "options", "how"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "options", "how"), in_turns(CASES), ids=str)
 @on_ranks(2)
 def test_weights_are_those_of_the_plain_loop(ctx, name, options, how):
     theirs, _ = train(ctx, False, name, options, how)

@@ -113,8 +113,8 @@ def folder_of(ctx, tmp_path):
     return f"{found[0]}/checkpoint"
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "counts"])
+@on_ranks()
+@pytest.mark.parametrize(("name", "where"), combined([*OPTIMIZERS, "counts"], [2, 3]))
 def test_a_training_goes_on_with_the_same_bits(ctx, tmp_path, name):
     folder = folder_of(ctx, tmp_path)
     ddp, optimizer = made(ctx, name)

@@ -81,7 +81,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "number"), combined(CASES, [4, 5, 7], always=5))
+@pytest.mark.parametrize(
+    ("case", "number"), combined(CASES, [4, 5, 7], always=5, every=3)
+)
 def test_weights_are_those_of_the_plain_optimizer(pool, case, number):
     name, how = case
     """Norms, too. Four ranks have unequally many logical ranks of five and seven."""

@@ -116,8 +116,8 @@ def test_each_rank_loads_its_own_share(ctx):
     return end
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks(2, 3)
+@pytest.mark.parametrize(("name", "where"), combined(OPTIMIZERS, [2, 3]))
+@on_ranks()
 def test_a_distributed_checkpoint(ctx, tmp_path, name):
     folder = folder_of(ctx, tmp_path)
     ddp, optimizer = made(ctx, name)

@@ -4,6 +4,8 @@
     def test_bits(name, way): ...
 
 Other stages than the nightly `combinations` take each value of both, but not each pair.
+Where the cases of one parameter are many and alike, `in_turns` leaves some of them to
+the night.
 """
 
 from __future__ import annotations
@@ -33,6 +35,17 @@ def combined(
             name = f"{_name(row)}-{_name(column)}"
             params.append(pytest.param(row, column, marks=marks, id=name))
     return params
+
+
+def in_turns(cases: Iterable[Any], every: int = 2) -> list[Any]:
+    """Return all cases; one in ``every`` so many is not marked ``nightly``."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.nightly] if number % every else [],
+        )
+        for number, case in enumerate(cases)
+    ]
 
 
 def _name(value: Any) -> str:

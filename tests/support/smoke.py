@@ -1,13 +1,13 @@
 """Run every script of a folder with --smoke, several at a time.
 
     python -m tests.support.smoke examples      two ranks each, started by torchrun
-    python -m tests.support.smoke benchmarks    one process each
+    python -m tests.support.smoke benchmarks    one process each, which starts its ranks
     python -m tests.support.smoke examples gpt.py
 
 The scripts are found by listing the folder, so that a new one cannot be forgotten.
-Examples run in forks of this process, which has imported torch: a new interpreter needs
-seconds of CPU time for that, and torchrun needs one per rank. The benchmarks and
-`examples/train_digits.py` are started as a user would start them.
+They run in forks of this process, which has imported torch: a new interpreter needs
+seconds of CPU time for that, and torchrun needs one per rank. Two of them are started
+as a user would start them (`COLD`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch._dynamo  # optimizers import it, for seconds
 import torch.distributed.run
 
 AT_A_TIME = 3
-COLD = {"train_digits.py"}
+COLD = {"train_digits.py", "scaling.py"}
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 FORKED = ["--run-path", "--start-method", "fork"]
 
@@ -95,8 +96,15 @@ def torchrun(script: Path) -> None:
 
 
 def python(script: Path) -> None:
-    """Replace this process by an interpreter that runs the script."""
-    os.execv(sys.executable, [sys.executable, str(script), "--smoke"])
+    """Run a script in this process, as if it were a new one."""
+    if script.name in COLD:
+        os.execv(sys.executable, [sys.executable, str(script), "--smoke"])
+    sys.argv, sys.path[0] = [str(script), "--smoke"], str(script.parent.resolve())
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    # Where pickle looks for what ranks of `multiprocessing` have found in their own.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    exec(compile(script.read_text(), script, "exec"), vars(main))
 
 
 def report(run: Run, number: str, status: int) -> None:

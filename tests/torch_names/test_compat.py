@@ -327,7 +327,9 @@ def debugged(ctx):
     return told, found, level, values(ddp)
 
 
-@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
+@pytest.mark.parametrize(
+    "level", [pytest.param("INFO", marks=pytest.mark.nightly), "DETAIL"]
+)
 def test_distributed_debug(level):
     """Torch's own crashes with DETAIL on gloo."""
     env = {"TORCH_DISTRIBUTED_DEBUG": level}

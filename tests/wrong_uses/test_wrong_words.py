@@ -95,7 +95,7 @@ def runner() -> Any:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_words(runner: Runner, world_size: int) -> None:
     count = hypothesis.settings.default.max_examples
-    count = {50: 15, 40: 10, 120: 25}.get(count, count)
+    count = {50: 15, 40: 10, 120: 25, 25: 12}.get(count, count)
 
     @hypothesis.settings(max_examples=count)
     @given(words(world_size))
