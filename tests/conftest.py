@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.alone import lone_default_group
+from tests.support.combined import leave_to_the_night
 from tests.support.extension import either_kernels, library
 from tests.support.pool import Pool, let_sleep
 
@@ -60,7 +61,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-case-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each test's cases, mark all but one in N as nightly (not the "
+        "extension's own)",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     lacks = (
         "CUDA device" if torch.version.cuda else f"CUDA in torch {torch.__version__}"
     )
@@ -77,6 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("native")
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
+    others = [item for item in items if item.get_closest_marker("native") is None]
+    leave_to_the_night(others, config.getoption("one_case_in", 1))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = _with_long_ones_spread(items)
 

@@ -259,9 +259,11 @@ def native(session: nox.Session) -> None:
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
     later = [f"--deselect={name}" for name in (USES_TORCH, *NATIVE_AT_NIGHT)]
     words = (*OWN_OF_NATIVE, *NATIVE, *later)
-    # In one run, as in `reference`, with the laws and the ranks that fail.
+    # In one run, as in `reference`, with the laws and the ranks that fail. Of what that
+    # stage has, too, half of the cases do: those of one test have the same hooks.
     marked = "not (gpu or nightly or ((fault or laws) and slow))"
-    pytest(session, *words, marked=marked, profile="fast", native=True)
+    half = ("--one-case-in", "2")
+    pytest(session, *words, *half, marked=marked, profile="fast", native=True)
 
 
 @stage("nightly")
@@ -339,13 +341,11 @@ def fuzz(session: nox.Session) -> None:
 
 @stage("nightly")
 def combinations(session: nox.Session) -> None:
-    """All combinations of options; and with the extension what `native` leaves out."""
+    """All combinations of options; and all that is left out with the extension."""
     build(session)
     session.run(PYTHON, "-m", "tests.support.sim")  # see `reference`
-    marked = "nightly and not gpu"
-    pytest(session, *REFERENCE, marked=f"{marked} and not native")
-    pytest(session, *NATIVE, marked=marked, native=True)
-    pytest(session, *NATIVE_AT_NIGHT, marked="not (gpu or nightly)", native=True)
+    pytest(session, *REFERENCE, marked="nightly and not (gpu or native)")
+    pytest(session, *NATIVE, native=True)
 
 
 @stage("nightly")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,9 @@ import torch
 
 from minidp.errors import NativeError
 from minidp.native.binary import cuda_toolkit, cxx
-from tests.gpu.places import Place, Ranks
+from tests.gpu.places import CPU, SIMULATED, Place, Ranks
 from tests.support import sim
+from tests.support.combined import leave_to_the_night
 from tests.support.pool import Pool
 
 BUILD = """
@@ -25,24 +25,18 @@ assert native.library().kernels_for == "cuda", "it has no CUDA kernels"
 """
 
 
-ONE_OF = 3
-
-
-@pytest.hookimpl(tryfirst=True)  # before those are left out that are not selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave two thirds of what runs without a GPU to the night.
 
     The rest is enough to keep these tests running where there is no GPU. That gradients
     are right on the CPU and on the simulated device, other folders show.
     """
-    turns: Counter[tuple[str, Place]] = Counter()
-    for item in items:
-        place = vars(item).get("callspec") and item.callspec.params.get("ranks")  # type: ignore[attr-defined]
-        if isinstance(place, Place) and not place.kernels:
-            key = item.nodeid.partition("[")[0], place
-            if turns[key] % ONE_OF:
-                item.add_marker(pytest.mark.nightly)
-            turns[key] += 1
+    for here in (CPU, SIMULATED):
+        leave_to_the_night([item for item in items if _place(item) == here], 3)
+
+
+def _place(item: pytest.Item) -> object:
+    return getattr(item, "callspec", None) and item.callspec.params.get("ranks")  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

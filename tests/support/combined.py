@@ -10,6 +10,7 @@ the night.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,17 @@ def in_turns(cases: Iterable[Any], every: int = 2) -> list[Any]:
         )
         for number, case in enumerate(cases)
     ]
+
+
+def leave_to_the_night(items: Iterable[pytest.Item], every: int) -> None:
+    """Mark the cases of each test ``nightly``, but for one in ``every`` so many."""
+    turns: Counter[str] = Counter()
+    for item in items:
+        if item.get_closest_marker("nightly") is None:
+            test = item.nodeid.partition("[")[0]
+            if turns[test] % every:
+                item.add_marker("nightly")
+            turns[test] += 1
 
 
 def _name(value: Any) -> str:
