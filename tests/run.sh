@@ -2,7 +2,7 @@
 # Runs the tests in stages, one after the other, and stops at the first that fails:
 #
 #     bash tests/run.sh              what every change must pass: 8 minutes at most
-#     bash tests/run.sh --full       each option, in both modes: about 17 minutes
+#     bash tests/run.sh --full       each option, in both modes: about 14 minutes
 #     bash tests/run.sh --nightly    long fuzzing, chaos, sanitizers, trainers, packaging
 #     bash tests/run.sh unit native  only these stages
 #     bash tests/run.sh unit -- -k layout -x     words for pytest

@@ -330,12 +330,17 @@ def test_a_rank_raises_in_join(fresh, has_cpu):
 def share_a_group(ctx):
     """The group is aborted for the first wrapper, and the second one has to know it."""
     first, second = (Training(ctx, hang_timeout=30) for _ in range(2))
+    store = c10d._get_default_store()
     for number in range(FAULT):
         first.step(number)
         second.step(number)
-    if ctx.rank == 0:
+    if ctx.rank == 1:
+        store.get("rank 0 has launched")
+    else:
         first.step(FAULT)
-        second.step(FAULT).item()
+        loss = second.step(FAULT)
+        store.set("rank 0 has launched", "")
+        loss.item()
         with pytest.raises(CollectiveError, match="Missing: rank 1"):
             second.step(FAULT + 1)
         with pytest.raises(CollectiveError, match="Missing: rank 1"):
@@ -355,7 +360,7 @@ def test_another_wrapper_on_the_group_is_told(fresh):
 
 
 def be_late(ctx):
-    training, store = Training(ctx, hang_timeout=2), c10d._get_default_store()
+    training, store = Training(ctx, hang_timeout=4), c10d._get_default_store()
 
     def come_when_the_other_has_given_up():
         if ctx.rank == 1:
@@ -375,7 +380,7 @@ def be_late(ctx):
         go_on()
     error = str(caught.value)
     if ctx.rank == 0:
-        assert 2 <= time.monotonic() - begin < 8
+        assert 4 <= time.monotonic() - begin < 20
         store.set("rank 0 has given up", "")
         assert "Missing: rank 1. Rank 1 runs, but" in error
         assert "did not finish within" in error
@@ -394,13 +399,13 @@ def test_a_rank_is_late(fresh):
 
 
 def die(ctx):
-    training = Training(ctx, hang_timeout=2)
+    training = Training(ctx, hang_timeout=4)
 
     def leave():
         os.kill(os.getpid(), signal.SIGKILL)
 
     error, seconds = fail(training, in_loss=leave)
-    assert seconds < 10
+    assert seconds < 20
     return error
 
 
@@ -419,7 +424,7 @@ def rank_1_stops_earlier(ctx, log, aborts):
         watchdog.ABORT_SECONDS = 0.5
         watchdog.abort = lambda group: False
     run = Run(ctx, DataParallel, ctx.device.type)
-    model = run.wrap(net().to(ctx.device), hang_timeout=2)
+    model = run.wrap(net().to(ctx.device), hang_timeout=4)
     run.train(model, 3 if ctx.rank else 4)
     has_launched = log.with_suffix(".launched")
     if ctx.rank == 0:

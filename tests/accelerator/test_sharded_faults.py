@@ -134,7 +134,7 @@ def test_a_rank_raises_in_its_step(fresh):
 
 
 def die(ctx, when):
-    training = begin(ctx, hang_timeout=2)
+    training = begin(ctx, hang_timeout=4)
 
     def leave():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -146,7 +146,7 @@ def die(ctx, when):
         leave()
     with pytest.raises(CollectiveError) as caught:
         go_on(training)
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 24
     return str(caught.value)
 
 

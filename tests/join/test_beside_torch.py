@@ -170,7 +170,7 @@ def test_steps_of_a_joined_rank_are_those_of_the_others(ctx):
     return history
 
 
-@on_ranks(2, fresh={"group_timeout": 2.0})
+@on_ranks(2, fresh={"group_timeout": 4.0})
 def test_reset_after_one_rank_raised_inside_join(ctx):
     ddp = wrapped(ctx, Scalars())
     train = lambda: ddp(x_of(ctx)).backward()  # noqa: E731

@@ -100,7 +100,7 @@ def test_a_rank_that_gathers_alone_keeps_its_own(ctx, leaves):
     Rank 0 would be taken to hang if it waited for as long as the group allows.
     """
     store = dist.distributed_c10d._get_default_store()
-    model = minidp.DataParallel(net(), hang_timeout=1)
+    model = minidp.DataParallel(net(), hang_timeout=4)
     with minidp.record(model) as rec:
         grads_of(model, ctx.rank)
     if ctx.rank == 1:
@@ -117,4 +117,4 @@ def test_a_rank_that_gathers_alone_keeps_its_own(ctx, leaves):
     said = str(caught.value)
     assert said.startswith("[rank 0] The recordings of all ranks could not be")
     assert "call it on all ranks; or save() on each rank" in said
-    assert leaves or "within 1 s" in said
+    assert leaves or "within 4 s" in said

@@ -1009,7 +1009,7 @@ def test_two_wrappers_on_one_group_leave_it_together(ctx, order):
 
     In the group that both share, rank 0 has begun the second one's collectives.
     """
-    both = [wrapped(ctx, made(), hang_timeout=1) for _ in range(2)]
+    both = [wrapped(ctx, made(), hang_timeout=4) for _ in range(2)]
     optimizer = torch.optim.SGD([p for net in both for p in net.parameters()], lr=0.1)
 
     def train(raises=False):

@@ -21,7 +21,7 @@ def refuse(_grad: torch.Tensor) -> None:
 
 
 # In the forward one rank has begun to make the layers' own group, the other has not.
-@on_ranks(2, fresh={"group_timeout": 2.0})
+@on_ranks(2, fresh={"group_timeout": 4.0})
 @pytest.mark.parametrize("which", ["backward", "forward"])
 def test_one_rank_raises(ctx, which):
     layers = [nn.Linear(2, 2, bias=False), SyncBatchNorm(2)]
