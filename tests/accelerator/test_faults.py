@@ -157,7 +157,7 @@ def recover_by_a_copy(ctx, waits):
         fail(training, waits)
     else:
         error, seconds = fail(training, waits)
-        assert seconds < 10, seconds  # at once, and not at the limit
+        assert seconds < 25, seconds  # at once, and not at the limit
         assert "Missing: rank 1. Rank 1 gave up: it called reset()" in error
         assert "[rank 0]" in error
         assert "all-reduce of bucket 0" in error
@@ -311,7 +311,7 @@ def raise_in_join(ctx, has_cpu):
     with pytest.raises(Missing if ctx.rank == 1 else CollectiveError) as caught:
         train()
     if ctx.rank == 0:
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25
         assert "announcing a forward in join()" in str(caught.value)
         assert "Missing: rank 1. Rank 1 gave up: it called reset()" in str(caught.value)
     assert not told(lambda: training.model.reset(copy_from=1))

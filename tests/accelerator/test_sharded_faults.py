@@ -91,7 +91,7 @@ def raise_before_the_backward(ctx):
     else:
         with pytest.raises(CollectiveError, match=r"Missing: rank 1\. Rank 1 gave up"):
             training.step(FAULT)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 25
     texts = told(training.model.reset)
     assert not texts, texts  # nobody has stepped
     synchronize()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
@@ -100,12 +101,17 @@ def stay_alone(ctx: Any, log: str) -> str:
         scenarios.net(ctx), process_group=ctx.group, hang_timeout=HANG_SECONDS
     )
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    store, is_on_device = c10d._get_default_store(), ctx.device.type != "cpu"
     for step in range(3):
         if step == 2 and ctx.rank == 1:
+            if is_on_device:  # else it is missed before the device has anything to do
+                store.get(f"{log}: rank 0 has launched")
             return "left"
         sgd.zero_grad()
         ddp(scenarios.inputs(ctx, step)).pow(2).sum().backward()
-        if ctx.device.type != "cpu":
+        if step == 2:
+            store.set(f"{log}: rank 0 has launched", "")
+        if is_on_device:
             torch.accelerator.synchronize()
         sgd.step()
     ddp(scenarios.inputs(ctx, step))

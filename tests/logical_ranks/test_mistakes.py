@@ -256,7 +256,7 @@ def test_a_second_reduction_on_one_rank_in_the_first_step(ctx):
     begin = time.monotonic()
     kind = LogicalRankError if ctx.rank == 1 else MiniDPError
     assert "A second backward reduces" in error_of(steps, kind)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 25
 
 
 def retried(ctx, number):

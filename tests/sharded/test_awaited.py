@@ -251,11 +251,11 @@ def test_a_step_does_not_wait_for_a_slow_rank(ctx):
     ddp, optimizer, _ = after_a_step(ctx)
     optimizer.zero_grad()
     ddp(torch.ones(2, 8)).sum().backward()
-    optimizer.seconds = 1.0 * ctx.rank
+    optimizer.seconds = 3.0 * ctx.rank
     start = time.monotonic()
     optimizer.step()
     took = time.monotonic() - start
-    assert (took < 0.7) == (ctx.rank == 0)
+    assert (took < 2.0) == (ctx.rank == 0)
     assert awaited(ddp.module)
     assert next(iter(optimizer.param_groups))["params"][0].grad is None or ctx.rank
     first = time.monotonic()
