@@ -305,7 +305,7 @@ def thread_at(target, is_there):
     """Run ``target`` in a thread; begin when ``is_there(*place_of(it))``."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_there(*place_of(thread.ident)) and time.monotonic() < deadline:
         continue
     place = place_of(thread.ident)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds, and fail if it does not within 20 s."""
-    deadline = time.monotonic() + 20
+    """Wait until a condition holds, and fail if it does not within a minute."""
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert condition()
