@@ -77,7 +77,7 @@ class Trial:
     def limit(self) -> float:
         """Seconds after which the run should have ended long ago."""
         slow = 240 * self.is_cold + 30 * (self.plan.deed == "stop")
-        return 90 + self.hang_timeout + slow
+        return 180 + self.hang_timeout + slow
 
     def command(self, folder: Path) -> list[str]:
         """Return the arguments of torchrun."""
