@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from minidp.comm import (
+    PeerMonitor,
     ProcessGroup,
     broadcast_coalesced,
     group_of_forwards,
@@ -288,10 +289,12 @@ class Replication:
         """Follow the wrapper to another group, in whose store it needs a new place.
 
         Wrappers from several groups may meet there, each with a key of its old group.
-        Hang reports are then about the new group's ranks, which have other numbers.
+        Hang reports are then about the new group's ranks, which have other numbers. If
+        it has no store, there are none from now on.
         """
         communicator = self._reducer.communicator
         if not has_store(communicator.group):
+            communicator.peers = PeerMonitor()  # the old ones know the old ranks
             return
         self._key, self._num_resets = self._common_key("moved"), 0
         communicator.peers.move_to(communicator.group, self._key, has_met=False)

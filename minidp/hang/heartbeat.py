@@ -89,9 +89,9 @@ class Heartbeat(PeerMonitor):
     ) -> None:
         """Publish and read at another place, perhaps in the store of another group.
 
-        What was read or is still to be sent at the old place is forgotten, and so are
-        open questions of the kind `Passed`, which nobody would answer. To connect to
-        the store may take 2 s.
+        What was read or is still to be sent at the old place is forgotten (but not what
+        `leave` says), and so are open questions of the kind `Passed`, which nobody
+        would answer. To connect to the store may take 2 s.
 
         Args:
             group: The group whose store is used from now on.

@@ -40,6 +40,7 @@ _GONE = {  # the text of an alarm -> what happened, perhaps at the end of the da
     DELETED: "its DataParallel object was deleted, perhaps at the end of the function "
     "that made it, or after an error there",
 }
+_LEFT = {*_GONE, MOVED}  # texts of alarms of ranks that may have done their part
 
 
 class MissingRanks:
@@ -74,8 +75,7 @@ class MissingRanks:
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
         self._gone = sorted(late)
         # Silent, too, but they have done their part.
-        whys = (MOVED, *_GONE)
-        left = {rank for rank, alarm in self._alarms.items() if alarm.why in whys}
+        left = {rank for rank, alarm in self._alarms.items() if alarm.why in _LEFT}
         moved = {rank for rank, status in self._statuses.items() if status.has_moved}
         self._done = sorted((left | moved) - {*self._gone})
         self._others = [rank for rank in others if rank not in self._done]

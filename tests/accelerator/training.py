@@ -30,7 +30,7 @@ SMALL = {"bucket_cap_mb": 4 / 1024}  # several buckets
 
 
 def in_ways(name: str, values: Iterable[Any], every: int = 3) -> Any:
-    """Parametrise: each value is tried in the hardest way, a third in another one."""
+    """Parametrise: each value is tried in the hardest way, some in another one, too."""
     pairs = combined(values, WAYS, always="mixed_nodes", every=every)
     return pytest.mark.parametrize((name, "way"), pairs)
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
-from minidp.comm import barrier
+from minidp.comm import PeerMonitor, barrier
 from tests.support.both import Scalars, done, error_of, same, values, x_of
 from tests.support.ranks import on_ranks
 
@@ -278,6 +278,19 @@ def test_a_registered_backend_has_hang_reports(ctx):
     net(x_of(ctx)).sum().backward()
     assert type(net._reducer.communicator.peers).__name__ == "Heartbeat"
     net.reset()
+    net.zero_grad()
+    net(x_of(ctx)).sum().backward()
+    assert values(net) == [1.5]
+
+
+@on_ranks(2)
+def test_reports_of_the_old_group_end_where_the_new_one_has_no_store(ctx):
+    """They would tell of ranks that have other numbers here."""
+    net = DataParallel(Scalars(), process_group=ctx.group, hang_timeout=5)
+    net(x_of(ctx)).sum().backward()
+    assert type(net._reducer.communicator.peers).__name__ == "Heartbeat"
+    net._update_process_group(GROUPS["nameless"](ctx.group))
+    assert type(net._reducer.communicator.peers) is PeerMonitor
     net.zero_grad()
     net(x_of(ctx)).sum().backward()
     assert values(net) == [1.5]

@@ -26,6 +26,7 @@ from minidp import DataParallel, comm, comm_hooks
 from minidp.config import options as config_options
 from minidp.guard import comparison
 from tests.support.both import error_of
+from tests.support.combined import in_turns
 from tests.support.fresh import run_fresh
 from tests.support.ports import free_port
 from tests.support.ranks import on_ranks
@@ -317,9 +318,7 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param("nothing", marks=pytest.mark.nightly), "destroy"]
-)
+@pytest.mark.parametrize("end", in_turns(reversed(ENDS)))
 def test_the_process_ends_after_a_failure(end: str) -> None:
     """Also while a collective is in flight that never ends: rank 1 is stopped."""
     ((status, output),) = run_two("os.kill(os.getpid(), signal.SIGSTOP)", ENDS[end])

@@ -85,8 +85,8 @@ CASES = [
     ("case", "number"), combined(CASES, [4, 5, 7], always=5, every=3)
 )
 def test_weights_are_those_of_the_plain_optimizer(pool, case, number):
-    name, how = case
     """Norms, too. Four ranks have unequally many logical ranks of five and seven."""
+    name, how = case
     ((expected, _),) = run(pool, 1, train, number, name, divides=False, **how)
     for size in (1, 2, 3, 4):
         for found, _ in run(pool, size, train, number, name, **how):

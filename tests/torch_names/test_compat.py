@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 from tests.support.both import Scalars, grads, modes, on_both, same, values, x_of
+from tests.support.combined import in_turns
 from tests.support.fresh import run_fresh
 from tests.support.ranks import as_in_torch, on_ranks
 
@@ -327,9 +328,7 @@ def debugged(ctx):
     return told, found, level, values(ddp)
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param("INFO", marks=pytest.mark.nightly), "DETAIL"]
-)
+@pytest.mark.parametrize("level", in_turns(["DETAIL", "INFO"]))
 def test_distributed_debug(level):
     """Torch's own crashes with DETAIL on gloo."""
     env = {"TORCH_DISTRIBUTED_DEBUG": level}
