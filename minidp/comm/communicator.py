@@ -91,6 +91,7 @@ class PeerReport(NamedTuple):
 
     text: str = ""  # sentences that name the missing ranks, for an error or a warning
     may_still_come: bool = False  # nobody is gone, and some are busy or have just come
+    is_anyone_missing: bool = False  # the text may also say that all of them run
 
 
 class PeerMonitor:
@@ -789,9 +790,15 @@ class Operation:
         if not isinstance(error, _OF_COLLECTIVES):
             owner.tell_others(error)
             return
-        absent = owner.peers.report(owner._awaited).text
+        report = owner.peers.report(owner._awaited)
+        absent = report.text
         if of_hook:
-            raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
+            speaker = f"[rank {owner.rank}] "
+            what = str(error).removeprefix(speaker)
+            # A missing rank is the cause, and comes first: others repeat only the
+            # beginning of this error. Else the mistake is the hook's.
+            parts = [absent, what] if report.is_anyone_missing else [what, absent]
+            raise type(error)(speaker + " ".join(parts).strip()) from error.__cause__
         text = str(error).rstrip(". \n")
         what = f"{absent} A collective failed while {self.place} ({text})."
         failure = owner.failure(what.lstrip())

@@ -219,7 +219,11 @@ class Inquiry(FutureWork):
             found = MissingRanks(channel, self._started, silent)
             text = found.to_text() if found.absent or not problem else ""
             may_come = found.may_still_come() and not problem
-            report = PeerReport(f"{text} {problem}".strip(), may_still_come=may_come)
+            report = PeerReport(
+                f"{text} {problem}".strip(),
+                may_still_come=may_come,
+                is_anyone_missing=bool(found.absent),
+            )
             self.future.set_result(report)
         return self.future.done()
 

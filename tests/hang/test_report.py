@@ -156,6 +156,7 @@ def test_who_has_moved_after_its_part_is_not_missing():
     assert answer(Inquiry(6, 20.0), channel(through)) == (
         "Missing: rank 1. Rank 1 never said that it wrapped this module.",
         True,
+        True,
     )
     passed = Passed(0, 0, 4, may_answer=False)
     passed.try_answer(channel(through))
@@ -214,14 +215,14 @@ def test_two_readings_tell_who_runs():
 def test_an_alarm_is_answer_enough():
     gave_up = channel(None, status(0), alarms=[Alarm(1, 2, "boo")])
     found = answer(Inquiry(3, 20.0), gave_up)
-    assert found == ("Missing: rank 1. Rank 1 gave up: boo.", False)
+    assert found == ("Missing: rank 1. Rank 1 gave up: boo.", False, True)
     later = channel(None, status(0), alarms=[Alarm(1, 3, "boo")])
     assert answer(Inquiry(3, 20.0), later) is None
 
 
 def test_a_lost_store_is_told_with_what_was_known():
     lost = channel(status(0), problem="It is gone.")
-    text, may_come = answer(Inquiry(3, 20.0), lost)
+    text, may_come, _ = answer(Inquiry(3, 20.0), lost)
     assert text.startswith("Missing: rank 1. Rank 1 runs, but")
     assert text.endswith("It is gone.")
     assert not may_come
@@ -231,9 +232,9 @@ def test_a_lost_store_is_told_with_what_was_known():
 def test_a_rank_is_not_called_missing_if_its_status_cannot_be_read(has_met):
     """It may have wrapped and trained: only the store could tell."""
     lost = channel(None, None, problem="The store is gone.", has_met=has_met)
-    assert answer(Inquiry(3, 20.0), lost) == ("The store is gone.", False)
+    assert answer(Inquiry(3, 20.0), lost) == ("The store is gone.", False, False)
     lost = channel(None, status(0), problem="The store is gone.", has_met=has_met)
-    text, _ = answer(Inquiry(3, 20.0), lost)
+    text, *_ = answer(Inquiry(3, 20.0), lost)
     assert text.startswith("Missing: rank 2. Rank 2 runs, but")
     assert "Rank 1" not in text
 

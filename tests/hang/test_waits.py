@@ -22,13 +22,18 @@ from minidp.comm.communicator import (
 )
 from minidp.comm.work import FutureWork, then, wait_for
 from minidp.hang import watchdog as watchdog_module
+from minidp.hang.rank_status import Alarm
+from minidp.hang.report import MissingRanks
 from minidp.hang.watchdog import Watchdog
+from tests.hang.test_report import channel, status
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
 
 class Monitor(PeerMonitor):
     """Knows what the test says."""
+
+    text = "Missing: rank 2."
 
     def __init__(self, lost="", hopeful=0):
         self.lost, self.told = lost, []
@@ -39,7 +44,8 @@ class Monitor(PeerMonitor):
 
     def report(self, started):
         self.asked += 1
-        return PeerReport("Missing: rank 2.", may_still_come=self.asked <= self.hopeful)
+        may_come = self.asked <= self.hopeful
+        return PeerReport(self.text, may_come, self.text.startswith("Missing"))
 
     def give_up(self, why):
         self.told.append(why)
@@ -125,7 +131,6 @@ def test_a_busy_rank_is_waited_for(make, caplog):
     [
         (GradientError("boo"), "^boo$"),
         (CommHookError("does not fit"), "^does not fit$"),
-        (CommHookError("a future that failed: x"), "failed: x Missing: rank 2"),
     ],
 )
 def test_errors_of_ours_keep_their_text(make, error, text):
@@ -133,6 +138,35 @@ def test_errors_of_ours_keep_their_text(make, error, text):
     with pytest.raises(type(error), match=text), communicator.watching("launching"):
         raise error
     assert communicator.has_failed
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Missing: rank 2.", "Missing: rank 2. A future that failed: x."),
+        ("All ranks are running.", "A future that failed: x. All ranks are running."),
+        ("", "A future that failed: x."),
+    ],
+)
+def test_what_a_failed_hook_has_waited_for_is_told(make, text, told):
+    """The missing rank comes first; if there is none, the mistake of the hook."""
+    communicator = make()
+    communicator.peers.text = text
+    with pytest.raises(CommHookError) as caught, communicator.watching("launching"):
+        raise CommHookError("[rank 1] A future that failed: x.")
+    assert str(caught.value) == f"[rank 1] {told}"
+    assert communicator.has_failed
+
+
+def test_who_hears_of_a_failed_hook_hears_of_the_rank_behind_it(make):
+    """Another rank repeats only the first part of a long error."""
+    error = CommHookError(f"[rank 1] A future that failed: {'x' * 2000}. What to do: y")
+    with pytest.raises(CommHookError) as caught, make().watching("launching"):
+        raise error
+    alarm = Alarm(1, 4, f"CommHookError: {caught.value}")
+    told = MissingRanks(channel(None, status(4), alarms=[alarm]), 5, ()).to_text()
+    chain = "Rank 1 gave up: CommHookError: [rank 1] Missing: rank 2. A future that"
+    assert told.startswith(f"Missing: rank 1. {chain}")
 
 
 @pytest.mark.parametrize("kind", [TypeError, AttributeError, ValueError, KeyError])
