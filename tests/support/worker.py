@@ -44,6 +44,7 @@ from tests.support import sim
 
 Ranks = tuple[int, ...]
 CPU = torch.device("cpu")
+START_SECONDS = 60.0  # within which all processes of a pool must start, beside load
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,11 @@ def _make_groups(setup: Setup) -> dict[Ranks, dist.ProcessGroup]:
     # Public and documented, but missing from the type stubs' list of exports.
     store = dist.FileStore(setup.store_path, setup.world_size)  # type: ignore[attr-defined]
     place: dict[str, Any] = {"rank": setup.rank, "world_size": setup.world_size}
+    # The groups' timeout is for what a test does: beside load a process may start later
+    # than another one by more than that.
+    store.set(f"started/{setup.rank}", "")
+    started = [f"started/{rank}" for rank in range(setup.world_size)]
+    store.wait(started, timedelta(seconds=START_SECONDS))
     dist.init_process_group(setup.backend, store=store, timeout=timeout, **place)
     groups: dict[Ranks, dist.ProcessGroup] = {}
     for ranks in setup.subgroups:  # every process makes every group, in one order
