@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import accelerator
+from . import accelerator, world
 from ._version import __version__
 from .attachment import Attachment, attached_to
 from .comm import (
@@ -248,11 +247,11 @@ class Recording:
     def _of_all_ranks(self) -> tuple[Timeline, ...]:
         """Compare the clocks of all ranks, and return the timeline of each rank."""
         group, device = self._group, exchange_device(self._group, self._device)
-        mine = []
+        mine, now = [], world.timer()
         for _ in range(ROUNDS):
-            mine.append(time.perf_counter_ns())
+            mine.append(now())
             barrier(group, device)
-            mine.append(time.perf_counter_ns())
+            mine.append(now())
         everyone = gather_integers(mine, group, device)
         rounds = [list(zip(row[::2], row[1::2], strict=True)) for row in everyone]
         clock = compare_clocks(rounds[0], rounds[group.rank()])

@@ -74,7 +74,8 @@ def is_python_group(group: object) -> bool:
 
     Its works may lack methods: see `PythonWork`.
     """
-    return isinstance(group, ProcessGroup) and type(group) is not ProcessGroup
+    kind = type(group)  # what an object says of its class may be more than it is
+    return issubclass(kind, ProcessGroup) and kind is not ProcessGroup
 
 
 class PythonWork:

@@ -9,6 +9,7 @@ launch; if somebody has written to them before the result arrives, that is a `Fi
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,7 +20,17 @@ import torch.distributed as dist
 
 from minidp.comm import endings
 
-from .scheduler import Finding, Life, Message, Process, Scheduler, Thread, of_the_system
+from .lines import line_here
+from .scheduler import (
+    Finding,
+    Life,
+    Message,
+    NotSimulatedError,
+    Process,
+    Scheduler,
+    Thread,
+    of_the_system,
+)
 from .store import MARK
 
 CLOSED = "Connection closed by peer"
@@ -35,10 +46,11 @@ class Work:
         outputs: Any,
         timeout: float,
         on_timeout: Callable[[], None],
+        call: Callable[[Callable[[], None]], None],
     ) -> None:
         self.what = what
         self._deadline = scheduler.time + timeout  # of the backend
-        self._on_timeout = on_timeout
+        self._on_timeout, self._call = on_timeout, call
         self._scheduler, self._outputs = scheduler, outputs
         self._waiters: list[Thread] = []
         self._future: torch.futures.Future[Any] | None = None
@@ -52,7 +64,7 @@ class Work:
         self._is_done, self._error = True, error
         self._scheduler.wake_all(self._waiters)
         if self._future is not None:
-            self._set_future()
+            self._call(self._set_future)
 
     def _set_future(self) -> None:
         assert self._future is not None
@@ -125,9 +137,17 @@ class Launch:
     ) -> None:
         self.kind, self.inputs, self.work, self.write = kind, inputs, work, write
         self.root = root
+        self.size = shape
         self.sent = [each.detach().clone() for each in inputs]
         self.shape = (kind, root, shape)
         self.is_sent = False  # whether a message with the result is on its way
+
+    def __str__(self) -> str:
+        root = "" if self.root is None else f" from rank {self.root}"
+        size = self.size
+        if isinstance(size, tuple):
+            size = f"{size[1]} elements, {size[0]}"
+        return f"{self.kind}{root}" + (f" ({size})" if size else "")
 
     def check_untouched(self) -> None:
         for now, then in zip(self.inputs, self.sent, strict=True):
@@ -158,15 +178,16 @@ class Wire:
         if not self._can_come(number):
             self._fail(process, launch)
             return
-        others = [rows[number] for rows in self.launches.values() if len(rows) > number]
-        for each in others:
+        rows_of = self.launches.items()
+        here = {r: rows[number] for r, rows in rows_of if len(rows) > number}
+        for r, each in here.items():
             if each.shape != launch.shape:
                 raise self.network.scheduler.found(
-                    f"rank {rank} starts {launch.shape}, and it is matched with "
-                    f"{each.shape} of another rank, in {self.name}"
+                    f"collective {number} in {self.name} is {launch} on rank {rank}, "
+                    f"and it is matched with {each} on rank {r}"
                 )
         root = launch.root
-        all_here = len(others) == len(self.ranks)
+        all_here = len(here) == len(self.ranks)
         for r, rows in self.launches.items():
             if len(rows) <= number or rows[number].is_sent:
                 continue
@@ -235,6 +256,7 @@ class Network:
         self._waiting: dict[str, list[Thread]] = {}
         self.delays: dict[int, float] = {}  # of the next message to a rank
         self.is_silent = False  # whether connections of ranks that have ended stay open
+        self.is_users = False  # callbacks may wait, and the account tells lines of code
         self.groups: list[Group] = []
 
     def arrival(self, process: Process) -> float:
@@ -270,6 +292,7 @@ class Network:
             store = torchs.pg_map[torchs.default_pg][1] if torchs.default_pg else None
             torchs.pg_map[group] = ("gloo", store)
             torchs.pg_names[group] = wire.name
+            torchs.pg_to_tag[group] = None
             torchs.pg_backend_config[group] = "cpu:gloo"
             torchs.pg_group_ranks[group] = {r: i for i, r in enumerate(wire.ranks)}
         return group
@@ -296,6 +319,17 @@ class Network:
                 while not each.work.is_completed():
                     with suppress(RuntimeError):
                         each.work.wait()
+
+    def call(self, process: Process, callback: Callable[[], None]) -> None:
+        """Call what a process has asked for when a message comes.
+
+        Callbacks of minidp wait for nothing. Those of a user may, so that they get the
+        thread that Gloo has for them.
+        """
+        if self.is_users and not self.scheduler.is_over:
+            Thread(self.scheduler, process, callback, name="gloo").start()
+        else:
+            callback()
 
     def note_end(self, process: Process) -> None:
         """Close the connections of a process that has ended, unless nobody hears it."""
@@ -325,8 +359,12 @@ class _Backend:
 
 
 class Group:
-    """One rank's half of a group, with the methods of torch's ``ProcessGroup``."""
+    """One rank's half of a group, with the methods of torch's ``ProcessGroup``.
 
+    It says that it is one, because torch and minidp ask for that.
+    """
+
+    __class__: Any = dist.ProcessGroup
     bound_device_id = None
 
     def __init__(self, wire: Wire, process: Process) -> None:
@@ -334,6 +372,11 @@ class Group:
         self._backend = _Backend(wire.timeout)
         self._device_types = [torch.device("cpu")]
         self.group_name = self.group_desc = wire.name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(dist.ProcessGroup, name):
+            raise AttributeError(name)
+        raise NotSimulatedError(f"{name}() of a process group is not simulated")
 
     def rank(self) -> int:
         return self._wire.ranks.index(self._process.rank)
@@ -361,10 +404,12 @@ class Group:
         scheduler = self._wire.network.scheduler
         number = len(self._wire.launches[self._process.rank])
         what = f"{kind} {number} in {MARK.sub('~', self.group_name)[-30:]}"
-        scheduler.turn(f"starts {what}")
         wire, rank = self._wire, self._process.rank
+        where = _users_line(scheduler) if wire.network.is_users else ""
+        scheduler.turn(f"starts {what}{where}")
         on_timeout = functools.partial(wire.note_timeout, rank)
-        work = Work(scheduler, what, outputs, wire.timeout, on_timeout)
+        call = functools.partial(wire.network.call, self._process)
+        work = Work(scheduler, what, outputs, wire.timeout, on_timeout, call)
         launch = Launch(kind, inputs, work, write, root=root, shape=shape)
         wire.launch(rank, launch)
         return work
@@ -375,13 +420,10 @@ class Group:
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
         if mine.is_sparse:
             raise NotImplementedError
-        add = next(add for known, add in _REDUCTIONS if op == known)
+        add = _reduction(op)
 
         def write(parts: list[Launch]) -> None:
-            total = parts[0].sent[0].clone()
-            for each in parts[1:]:
-                total = add(total, each.sent[0])
-            mine.detach().copy_(total)
+            mine.detach().copy_(add(parts))
 
         shape = (mine.dtype, mine.numel())
         return self._launch("allreduce", tensors, tensors, write, shape=shape)
@@ -423,6 +465,54 @@ class Group:
 
     all_gather_single = _allgather_base  # as torch 2.13 calls it
 
+    # Only a user calls the next three. Real ranks without a result may go on at once.
+    @of_the_system
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Work:
+        (mine,), add = tensors, _reduction(options.reduceOp)
+
+        def write(parts: list[Launch]) -> None:
+            if self.rank() == options.rootRank:
+                mine.detach().copy_(add(parts))
+
+        shape = (mine.dtype, mine.numel())
+        return self._launch(
+            f"reduce to {options.rootRank}", tensors, tensors, write, shape=shape
+        )
+
+    @of_the_system
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        options: Any,
+    ) -> Work:
+        def write(parts: list[Launch]) -> None:
+            for rows in outputs:
+                for row, part in zip(rows, parts, strict=True):
+                    row.copy_(part.sent[0])
+
+        shape = (inputs[0].dtype, inputs[0].numel())
+        return self._launch(
+            f"gather to {options.rootRank}", inputs, outputs, write, shape=shape
+        )
+
+    @of_the_system
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        options: Any,
+    ) -> Work:
+        (mine,), me = outputs, self.rank()
+        root = self._wire.ranks[options.rootRank]
+
+        def write(parts: list[Launch]) -> None:
+            mine.copy_(parts[options.rootRank].sent[me])
+
+        sent = [each for row in inputs for each in row]
+        shape = (mine.dtype, mine.numel())
+        return self._launch("scatter", sent, outputs, write, root=root, shape=shape)
+
     @of_the_system
     def alltoall_base(
         self,
@@ -449,10 +539,39 @@ class Group:
     def barrier(self, opts: Any = None) -> Work:
         return self._launch("barrier", [], [], lambda _parts: None)
 
+    def monitored_barrier(self, *_args: Any, **_kwargs: Any) -> None:
+        self.barrier().wait()
+
+    def shutdown(self) -> None:
+        self._wire.network.scheduler.turn(f"leaves {self.group_name}")
+
+
+def _users_line(scheduler: Scheduler) -> str:
+    """Return where the thread that runs now has come from, for the account."""
+    if threading.get_ident() != scheduler.current.ident:
+        raise NotSimulatedError(
+            "collectives of a thread that the script has started are not simulated"
+        )
+    return line_here()
+
 
 _REDUCTIONS = (
     (dist.ReduceOp.SUM, torch.add),
     (dist.ReduceOp.MAX, torch.maximum),
     (dist.ReduceOp.MIN, torch.minimum),
     (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.BAND, torch.bitwise_and),
+    (dist.ReduceOp.BOR, torch.bitwise_or),
+    (dist.ReduceOp.BXOR, torch.bitwise_xor),
 )
+
+
+def _reduction(op: Any) -> Callable[[list[Launch]], torch.Tensor]:
+    """Return the function that reduces what all ranks have sent."""
+    if op == dist.ReduceOp.AVG:
+        total = _reduction(dist.ReduceOp.SUM)
+        return lambda parts: total(parts) / len(parts)
+    for known, add in _REDUCTIONS:
+        if op == known:
+            return lambda parts: functools.reduce(add, [p.sent[0] for p in parts])
+    raise NotSimulatedError(f"the reduction {op} is not simulated")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,8 @@ class Play:
         more_faults: What else goes wrong.
         has_numbers: Whether each rank has random generators of its own. Else all have
             those of this process, and draw nothing.
+        is_users: Whether the script is a user's: its comm hooks may wait in callbacks,
+            and the account tells which of its lines starts a collective.
     """
 
     def __init__(
@@ -129,10 +132,12 @@ class Play:
         fault: Fault | None = None,
         more_faults: Sequence[Fault] = (),
         has_numbers: bool = False,
+        is_users: bool = False,
     ) -> None:
         self.scenario, self.tape, self.settings = scenario, tape, settings
         self.scheduler = Scheduler(tape, ranks)
         self.network = Network(self.scheduler, GROUP_SECONDS)
+        self.network.is_users = is_users
         self.server = Server(self.scheduler)
         self.scheduler.on_switch = _swap_numbers if has_numbers else None
         self.fault = fault or draw(tape, ranks, seams, points, list(kinds))
@@ -157,7 +162,9 @@ class Play:
             self.network.start(stores)
             with _quiet(self), world.replaced(simulated), randomness.kept():
                 for process in scheduler.processes:
-                    process.clock_offset = 1000.0 * process.rank
+                    # A user's ranks are on one host, which has one clock.
+                    offset = 0.0 if self.network.is_users else 1000.0
+                    process.clock_offset = offset * process.rank
                     process.on_seam = self._strikes_at(process)
                     main = functools.partial(self._main, process)
                     Thread(scheduler, process, main, name="main").start()
@@ -166,6 +173,7 @@ class Play:
             c10d._world = before
             _forward_hooks.clear()  # of ranks that died
             _forward_hooks.update(hooks)
+            vars(sys).pop("last_value", None)
             self._clear()
 
     def _main(self, process: Process) -> None:
@@ -182,6 +190,8 @@ class Play:
             error.__traceback__ = None
         self.scheduler.note(f"the script ends: {self.ends[process.rank]!r:.300}")
         for function in reversed(process.at_exit):
+            # What Python keeps of the error that ends a process, until it exits.
+            sys.last_value = self.ends[process.rank]
             function()
         self.network.finish(process)
         self.strikers[0].end(process, Life.ENDED)
@@ -203,10 +213,16 @@ class Play:
         self.network.clear()
         self.server.connections.clear()
 
-    def tell(self, lines: int | None = None) -> str:
-        """Return the account of the run, or its last lines."""
+    def tell(self, lines: int | None = None, *, without: Container[str] = ()) -> str:
+        """Return the account of the run, or its last lines.
+
+        Args:
+            lines: How many of the last ones.
+            without: Names of threads that it says nothing of.
+        """
         account = self.scheduler.account
-        rows = account if lines is None else account[-lines:]
+        shown = [each for each in account if each[2] not in without]
+        rows = shown if lines is None else shown[-lines:]
         first = account[0][0] if account else 0.0
         indent = "    "
         text = "\n".join(

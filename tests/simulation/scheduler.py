@@ -24,6 +24,8 @@ from enum import Enum
 from types import CodeType
 from typing import Any, TypeVar
 
+from minidp.hang.rank_status import place_of
+
 from .tape import Tape
 
 SEAM_SECONDS = 2e-5  # how long a rank computes from one seam to the next
@@ -50,6 +52,13 @@ class Death(BaseException):
 
 class Finding(AssertionError):
     """Something happened that must never happen."""
+
+
+class NotSimulatedError(NotImplementedError, AttributeError):
+    """A script uses something that only real ranks have. That is no finding.
+
+    It is an AttributeError, too, so that ``hasattr`` of a group is false.
+    """
 
 
 class Deadlock(Finding):
@@ -243,8 +252,11 @@ class Scheduler:
     def run(self) -> None:
         """Run all threads to their ends, and raise what was found."""
         self._hand_over(self._next(None))
-        if not self._driver.acquire(timeout=10 * STUCK_SECONDS):
-            raise Finding("the simulation itself hangs")
+        seen = -1
+        while not self._driver.acquire(timeout=STUCK_SECONDS):
+            if self.num_seams == seen:
+                raise self._stuck()
+            seen = self.num_seams
         self.is_over = True
         for each in self.threads:
             each.end()
@@ -252,10 +264,22 @@ class Scheduler:
             raise self.finding
 
     def found(self, text: str) -> Finding:
-        """Return a finding to raise, which counts even if somebody catches it."""
+        """Return a finding to raise, with which the run ends, even if it is caught."""
+        self.note(f"FOUND: {text}")
         finding = Finding(text)
         self.finding = self.finding or finding
+        self.abandon()
         return finding
+
+    def _stuck(self) -> Finding:
+        """Return a finding about a thread that lets no other one run."""
+        current = self.current
+        where, _ = place_of(current.ident or 0)
+        return Finding(
+            f"rank {current.process.rank}, {current.name}, has been in "
+            f"{where or 'no function'} for {STUCK_SECONDS:.0f} s of real time or "
+            "longer. There it lets no other rank run"
+        )
 
     def send(self, message: Message) -> None:
         self.messages.append(message)
