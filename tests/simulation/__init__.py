@@ -9,17 +9,20 @@ failure is a number::
     python -m tests.simulation reset --runs 10000  in one of them
     python -m tests.simulation reset --seed 17     play one run, and tell all of it
     python -m tests.simulation.mutants             old races and hangs are found
+    python -m tests.simulation.own MODULE:FUNCTION a training function of your own
 
 A rank comes to a seam where it starts a collective or waits for it, asks the store,
 sleeps, waits for an event or a thread, or where a scenario says so (`Rank.point`).
 Everything of minidp that waits for others asks `minidp.world`, stores, or groups, which
 the simulation replaces. Nothing else is replaced, and nothing is patched but torch's
-own table of groups, which torch means to be replaced.
+own table of groups, which torch means to be replaced. A user's function asks more: for
+it `own` also patches `time`, futures, and the functions that make groups.
 
 Read the files in this order::
 
     tape         all choices, as a row of integers
     scheduler    exactly one thread runs; the clock; deadlocks
+    lines        which line of the script something has come from
     store        the key-value store
     network      groups, and their collectives
     world        what `minidp.world` asks
