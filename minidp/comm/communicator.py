@@ -16,7 +16,9 @@ this rank does next.
 
 from __future__ import annotations
 
+import builtins
 import logging
+import re
 import sys
 import threading
 from collections import deque
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
 from minidp import accelerator, world
 from minidp.accelerator import After
@@ -53,6 +56,7 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 _UNCOUNTED = sys.maxsize
 # What backends raise: c10d's errors are RuntimeErrors, a TimeoutError is an OSError.
 _OF_COLLECTIVES = (RuntimeError, OSError)
+_IN_CALLBACK = re.compile(r"when running the callback: (\w+)")
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
@@ -91,7 +95,7 @@ class PeerReport(NamedTuple):
 
     text: str = ""  # sentences that name the missing ranks, for an error or a warning
     may_still_come: bool = False  # nobody is gone, and some are busy or have just come
-    is_anyone_missing: bool = False  # the text may also say that all of them run
+    is_anyone_gone: bool = False  # a named one gave up, has ended or does not answer
 
 
 class PeerMonitor:
@@ -698,6 +702,20 @@ class Communicator:
         return work.wait()
 
 
+def _may_be_of_collective(error: BaseException | None) -> bool:
+    """Return whether an error in a comm hook may come from a collective.
+
+    If not, it comes from a line of the hook. Torch makes a RuntimeError of what the
+    callback of a future raises, and its text names the type.
+    """
+    in_callbacks = _IN_CALLBACK.findall(str(error))
+    if not isinstance(error, _OF_COLLECTIVES) or not in_callbacks:
+        return isinstance(error, _OF_COLLECTIVES)
+    first = in_callbacks[-1]  # the others are callbacks of callbacks
+    kind = getattr(builtins, first, None) or getattr(dist, first, None)
+    return isinstance(kind, type) and issubclass(kind, _OF_COLLECTIVES)
+
+
 def _answer_questions() -> None:
     for each in [*answerers()]:
         each.answer()
@@ -772,18 +790,17 @@ class Operation:
     def _explain(self, error: Exception) -> None:
         """Raise a CollectiveError for this error, and tell the other ranks of it.
 
-        Minidp's own errors are left alone, but for that of a comm hook's future that
-        failed: it is raised anew with the names of missing ranks, for which it may have
-        waited. The other ranks are told of a mistake of the program, too, but this rank
-        need not ask who is missing.
+        Minidp's own errors are left alone, but for that of a comm hook in which a
+        collective may have failed: it is raised anew with the names of missing ranks.
+        The other ranks are told of a mistake of the program, too, but this rank need
+        not ask who is missing.
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
         if owner.lost:  # this thread came free because of that
             raise owner._error_of_lost() from None
-        of_hook = isinstance(error, CommHookError) and (
-            isinstance(error.__cause__, TimeoutError)
-            or "future that failed" in str(error)
+        of_hook = isinstance(error, CommHookError) and _may_be_of_collective(
+            error.__cause__
         )
         if isinstance(error, MiniDPError) and not of_hook:
             return
@@ -795,10 +812,14 @@ class Operation:
         if of_hook:
             speaker = f"[rank {owner.rank}] "
             what = str(error).removeprefix(speaker)
-            # A missing rank is the cause, and comes first: others repeat only the
-            # beginning of this error. Else the mistake is the hook's.
-            parts = [absent, what] if report.is_anyone_missing else [what, absent]
-            raise type(error)(speaker + " ".join(parts).strip()) from error.__cause__
+            # A rank that is gone is the cause, and comes first: others repeat only the
+            # beginning of this error. One that runs may just be slower than this one,
+            # in whose hook is a mistake.
+            if report.is_anyone_gone:
+                what = f"{absent} {what}"
+            elif absent:
+                what = f"{what} If the hook itself is right: {absent}"
+            raise type(error)(speaker + what) from error.__cause__
         text = str(error).rstrip(". \n")
         what = f"{absent} A collective failed while {self.place} ({text})."
         failure = owner.failure(what.lstrip())

@@ -95,6 +95,10 @@ class MissingRanks:
         # A rank that waits in a collective is late because of yet another rank.
         return status.started < started and not status.wait_description
 
+    def is_anyone_gone(self) -> bool:
+        """Return whether an absent rank gave up, has ended or does not answer."""
+        return bool(self._gone or self._silent.intersection(self.absent))
+
     def may_still_come(self) -> bool:
         """Return whether the collective may still end.
 
@@ -222,7 +226,7 @@ class Inquiry(FutureWork):
             report = PeerReport(
                 f"{text} {problem}".strip(),
                 may_still_come=may_come,
-                is_anyone_missing=bool(found.absent),
+                is_anyone_gone=found.is_anyone_gone(),
             )
             self.future.set_result(report)
         return self.future.done()

@@ -156,7 +156,7 @@ def test_who_has_moved_after_its_part_is_not_missing():
     assert answer(Inquiry(6, 20.0), channel(through)) == (
         "Missing: rank 1. Rank 1 never said that it wrapped this module.",
         True,
-        True,
+        False,
     )
     passed = Passed(0, 0, 4, may_answer=False)
     passed.try_answer(channel(through))
@@ -201,15 +201,18 @@ def test_two_readings_tell_who_runs():
     inquiry = Inquiry(3, 20.0)
     assert answer(inquiry, beats(5, 8)) is None
     assert answer(inquiry, beats(5, 9)) is None
-    assert "Rank 1 runs, but" in answer(inquiry, beats(6, 9)).text
+    runs = answer(inquiry, beats(6, 9))
+    assert "Rank 1 runs, but" in runs.text
+    assert not runs.is_anyone_gone
     stopped = Stopped()
     with world.replaced(stopped):
         inquiry = Inquiry(3, 0.05)
         assert answer(inquiry, beats(5, 8)) is None
         stopped.sleep(0.1)
-        text = answer(inquiry, beats(5, 9)).text
-    assert "Rank 1 does not answer" in text
-    assert "Rank 2 runs, but" in text
+        found = answer(inquiry, beats(5, 9))
+    assert "Rank 1 does not answer" in found.text
+    assert "Rank 2 runs, but" in found.text
+    assert found.is_anyone_gone
 
 
 def test_an_alarm_is_answer_enough():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.futures import Future
 
 from minidp import CollectiveError, CommHookError, GradientError, accelerator
@@ -26,6 +28,7 @@ from minidp.hang.rank_status import Alarm
 from minidp.hang.report import MissingRanks
 from minidp.hang.watchdog import Watchdog
 from tests.hang.test_report import channel, status
+from tests.wrong_uses.bad_hooks import fail
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
@@ -34,6 +37,7 @@ class Monitor(PeerMonitor):
     """Knows what the test says."""
 
     text = "Missing: rank 2."
+    is_anyone_gone = True
 
     def __init__(self, lost="", hopeful=0):
         self.lost, self.told = lost, []
@@ -45,7 +49,7 @@ class Monitor(PeerMonitor):
     def report(self, started):
         self.asked += 1
         may_come = self.asked <= self.hopeful
-        return PeerReport(self.text, may_come, self.text.startswith("Missing"))
+        return PeerReport(self.text, may_come, self.is_anyone_gone)
 
     def give_up(self, why):
         self.told.append(why)
@@ -141,28 +145,71 @@ def test_errors_of_ours_keep_their_text(make, error, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "is_anyone_gone", "told"),
     [
-        ("Missing: rank 2.", "Missing: rank 2. A future that failed: x."),
-        ("All ranks are running.", "A future that failed: x. All ranks are running."),
-        ("", "A future that failed: x."),
+        ("Missing: rank 2.", True, "Missing: rank 2. It failed: x."),
+        (
+            "Missing: rank 2.",
+            False,
+            "It failed: x. If the hook itself is right: Missing: rank 2.",
+        ),
+        ("", False, "It failed: x."),
     ],
 )
-def test_what_a_failed_hook_has_waited_for_is_told(make, text, told):
-    """The missing rank comes first; if there is none, the mistake of the hook."""
+def test_what_a_failed_hook_has_waited_for_is_told(make, text, is_anyone_gone, told):
+    """A rank that is gone comes first; if there is none, the mistake of the hook."""
     communicator = make()
     communicator.peers.text = text
+    communicator.peers.is_anyone_gone = is_anyone_gone
     with pytest.raises(CommHookError) as caught, communicator.watching("launching"):
-        raise CommHookError("[rank 1] A future that failed: x.")
+        raise CommHookError("[rank 1] It failed: x.") from RuntimeError("x")
     assert str(caught.value) == f"[rank 1] {told}"
     assert communicator.has_failed
 
 
+def future_of(callback, *, error=None):
+    future: Future[int] = Future()
+    if error is None:
+        future.set_result(1)
+    else:
+        future.set_exception(error)
+    return future.then(callback)
+
+
+@pytest.mark.parametrize(
+    ("make_future", "may_be"),
+    [
+        (lambda: future_of(Future.value, error=RuntimeError("closed")), True),
+        (lambda: future_of(Future.wait, error=OSError("closed")), True),
+        (lambda: future_of(lambda _: fail(dist.DistBackendError("closed"))), True),
+        (lambda: future_of(lambda _: fail(ValueError("mine"))), False),
+        (lambda: future_of(lambda _: fail(queue.Empty("mine"))), False),
+        (lambda: future_of(lambda _: 1 / 0).then(Future.value), False),
+        (lambda: fail(TimeoutError("it did not finish")), True),
+        (lambda: fail(ValueError("mine")), False),
+    ],
+)
+def test_whether_a_collective_may_have_failed_in_a_hook(make, make_future, may_be):
+    """If a line of the hook has raised, nobody is asked, which would take seconds."""
+
+    def run_hook():
+        try:
+            make_future().wait()
+        except Exception as error:
+            raise CommHookError("[rank 1] x") from error
+
+    communicator = make()
+    with pytest.raises(CommHookError) as caught, communicator.watching("launching"):
+        run_hook()
+    assert ("Missing: rank 2." in str(caught.value)) == may_be
+    assert communicator.peers.asked == may_be
+
+
 def test_who_hears_of_a_failed_hook_hears_of_the_rank_behind_it(make):
     """Another rank repeats only the first part of a long error."""
-    error = CommHookError(f"[rank 1] A future that failed: {'x' * 2000}. What to do: y")
+    text = f"[rank 1] A future that failed: {'x' * 2000}. What to do: y"
     with pytest.raises(CommHookError) as caught, make().watching("launching"):
-        raise error
+        raise CommHookError(text) from RuntimeError("x")
     alarm = Alarm(1, 4, f"CommHookError: {caught.value}")
     told = MissingRanks(channel(None, status(4), alarms=[alarm]), 5, ()).to_text()
     chain = "Rank 1 gave up: CommHookError: [rank 1] Missing: rank 2. A future that"

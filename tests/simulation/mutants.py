@@ -102,6 +102,20 @@ MUTANTS = [
         "return status.started <= started",
     ),
     Mutant(
+        "a rank that only runs slower is blamed for a mistake in a comm hook",
+        "comm/communicator.py",
+        "            if report.is_anyone_gone:",
+        "            if absent:",
+        "hook",
+    ),
+    Mutant(
+        "a rank that is gone is blamed for a mistake in a comm hook",
+        "comm/communicator.py",
+        "    if not isinstance(error, _OF_COLLECTIVES) or not in_callbacks:",
+        "    if True:",
+        "hook",
+    ),
+    Mutant(
         "reset() keeps a group in which a collective has failed",
         "data_parallel/agree_on_group.py",
         "        if _is_unusable(reports):",

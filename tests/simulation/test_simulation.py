@@ -39,6 +39,7 @@ RUNS = {
     "train": 20,
     "faults": 30,
     "reset": 5,
+    "hook": 8,
     "join": 8,
     "hangs": 10,
     "logical": 8,

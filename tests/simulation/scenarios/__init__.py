@@ -37,6 +37,7 @@ from .logical import (
 )
 from .odd import check_legal, check_mistake, draw_legal, draw_mistake, train_oddly
 from .plain import (
+    check_failing_hook,
     check_join,
     check_left_out,
     check_reset,
@@ -57,7 +58,7 @@ from .sharded import (
     train_sharded,
     train_sharded_and_reset,
 )
-from .steps import draw_raising
+from .steps import draw_failing_hook, draw_raising
 
 _SLOW = (Kind.NOTHING, Kind.FREEZES, Kind.HEARS_LATE, Kind.IS_SLOW)
 _FAULTS = (
@@ -75,6 +76,9 @@ SCENARIOS: dict[str, Scenario] = {
     "train": Scenario(train),
     "faults": Scenario(train, kinds=_FAULTS),
     "reset": Scenario(train_and_reset, draw_raising, check_reset, kinds=_FAULTS),
+    "hook": Scenario(
+        train_and_reset, draw_failing_hook, check_failing_hook, kinds=_FAULTS
+    ),
     "join": Scenario(train_in_join, draw_uneven, check_join, kinds=_FAULTS),
     "auto": Scenario(
         train_by_auto, draw_auto, check_auto, kinds=_FAULTS, seams=900, points=100

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from minidp.errors import CommHookError
 from tests.simulation import training
 from tests.simulation.checks import (
     check_all,
@@ -15,12 +16,13 @@ from tests.simulation.checks import (
     check_recovered,
     is_harmless,
 )
+from tests.simulation.faults import Kind
 from tests.simulation.play import Play, Rank
 from tests.simulation.scheduler import Finding
 from tests.simulation.tape import Tape
 from tests.simulation.training import Settings, batch, heads_of
 
-from .steps import train_step, train_with_resets, wrapped
+from .steps import USERS, train_step, train_with_resets, wrapped
 
 
 def train(ctx: Rank) -> None:
@@ -48,6 +50,21 @@ def check_reset(play: Play) -> None:
         check_recovered(play)
         return
     check_errors(play, {play.fault.rank}, must_name=False)
+
+
+def check_failing_hook(play: Play) -> None:
+    """Let the mistake in a comm hook come before ranks that are only slower."""
+    check_reset(play)
+    raising, fault = play.settings, play.fault
+    may_be_gone = fault.has_struck and fault.kind is not Kind.IS_SLOW
+    if raising.is_runtime_error and may_be_gone:
+        return
+    for outcome in play.outcomes:
+        told = str(outcome.error).partition("] ")[2]
+        is_own = isinstance(outcome.error, CommHookError) and USERS in told
+        is_own &= outcome.rank == raising.rank
+        if is_own and not told.startswith("The comm hook"):
+            raise Finding(f"rank {outcome.rank} blames another: {told}")
 
 
 def train_in_join(ctx: Rank) -> None:

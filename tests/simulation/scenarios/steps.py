@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,11 @@ class Raises:
     def at(self, ctx: Rank, step: int, place: int | str) -> None:
         """Raise if this is the place; once."""
         if is_raising(ctx, step, place):
-            raise UsersError("the user's own")
+            raise UsersError(USERS)
+
+
+IN_HOOK = 4
+USERS = "the user's own"  # the text of errors of the script
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,11 @@ class Raising(Raises):
     """A training in which one rank raises once, and all go on after a `reset`.
 
     Places are 0 before a forward, 1 before a backward, 2 in a backward, 3 before a
-    step.
+    step, and `IN_HOOK`: the future of the user's comm hook fails.
     """
 
     training: Settings
+    is_runtime_error: bool = False  # in a hook, as that of a collective would be
 
 
 def draw_raising(tape: Tape) -> Raising:
@@ -62,6 +67,19 @@ def draw_raising(tape: Tape) -> Raising:
     step = tape.choose(settings.steps - 1)
     rank, place = tape.choose(2), tape.choose(4)
     return Raising(settings, rank=rank, step=step, place=place)
+
+
+def draw_failing_hook(tape: Tape) -> Raising:
+    """Draw a training in which a user's comm hook fails once."""
+    raising = draw_raising(tape)
+    training = replace(raising.training, hook="users", items=False)
+    is_runtime_error = bool(tape.choose(2))
+    return replace(
+        raising,
+        training=training,
+        place=IN_HOOK,
+        is_runtime_error=is_runtime_error,
+    )
 
 
 HOOKS = {
@@ -80,21 +98,36 @@ def wrapped(ctx: Rank, settings: Settings) -> tuple[DataParallel, Any]:
         model = attach(net, **settings.constructor).data_parallel
     else:
         model = DataParallel(net, **settings.constructor)
-    if settings.hook is not None:
-        model.register_comm_hook(None, HOOKS.get(settings.hook, users_hook))
+    if settings.hook == "users":
+        state = ctx.board["hook", ctx.rank] = HookState()
+        model.register_comm_hook(state, users_hook)
+    elif settings.hook is not None:
+        model.register_comm_hook(None, HOOKS[settings.hook])
     return model, torch.optim.SGD(net.parameters(), settings.learning_rate)
 
 
-def users_hook(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+class HookState:
+    """The state of a comm hook: what its next callback raises."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+
+def users_hook(state: HookState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Average in a callback of the all-reduce."""
+    error, state.error = state.error, None
     buffer = bucket.buffer()
     group = bucket.process_group()
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
     size = group.size()
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
-        lambda done: done.value()[0].div_(size)
-    )
+
+    def average(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        if error is not None:
+            raise error
+        return done.value()[0].div_(size)
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(average)
     return future
 
 
@@ -123,7 +156,7 @@ def act_at(ctx: Rank, step: int, place: int | str) -> None:
 
 
 def _raise(_grad: object) -> None:
-    raise UsersError("the user's own, in a backward")
+    raise UsersError(f"{USERS}, in a backward")
 
 
 def train_step(
@@ -149,6 +182,9 @@ def train_step(
                 hook = None
                 if is_raising(ctx, step, 2):
                     hook = loss.register_hook(_raise)
+                if is_raising(ctx, step, IN_HOOK):
+                    kind = (UsersError, RuntimeError)[ctx.settings.is_runtime_error]
+                    ctx.board["hook", ctx.rank].error = kind(USERS)
                 loss.backward()
                 del hook
         outcome.grads = {
