@@ -1,7 +1,9 @@
-"""What carries the messages of a group: its backends, their devices, their timeout."""
+"""What carries the messages of a group: its backends, their devices and errors."""
 
 from __future__ import annotations
 
+import builtins
+import re
 from contextlib import suppress
 from datetime import timedelta
 
@@ -13,6 +15,26 @@ from minidp.accelerator import has_streams
 
 from .groups import ProcessGroup
 from .work import is_python_group
+
+OF_COLLECTIVES = (RuntimeError, OSError)  # what a collective that fails may raise
+_IN_CALLBACK = re.compile(r"when running the callback: (\w+)")
+
+
+def may_come_from_collective(error: BaseException | None) -> bool:
+    """Return whether a collective may have raised an error that a comm hook ended with.
+
+    If not, a line of the hook has. Torch makes a RuntimeError of what the callback of a
+    future raises, and its text names the type.
+    """
+    text = ""
+    with suppress(Exception):  # the text of a user's error may raise
+        text = str(error)
+    in_callbacks = _IN_CALLBACK.findall(text)
+    if not isinstance(error, OF_COLLECTIVES) or not in_callbacks:
+        return isinstance(error, OF_COLLECTIVES)
+    first = in_callbacks[-1]  # the others are callbacks of callbacks
+    kind = getattr(builtins, first, None) or getattr(dist, first, None)
+    return isinstance(kind, type) and issubclass(kind, OF_COLLECTIVES)
 
 
 def backend_name(group: ProcessGroup) -> str:

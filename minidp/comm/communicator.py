@@ -16,9 +16,7 @@ this rank does next.
 
 from __future__ import annotations
 
-import builtins
 import logging
-import re
 import sys
 import threading
 from collections import deque
@@ -28,13 +26,17 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from minidp import accelerator, world
 from minidp.accelerator import After
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
-from .backends import group_timeout, is_timed
+from .backends import (
+    OF_COLLECTIVES,
+    group_timeout,
+    is_timed,
+    may_come_from_collective,
+)
 from .endings import keep_for_good
 from .groups import ProcessGroup
 from .work import (
@@ -55,8 +57,6 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 # The number of a collective that is not counted: every rank that gives up is missed.
 _UNCOUNTED = sys.maxsize
 # What backends raise: c10d's errors are RuntimeErrors, a TimeoutError is an OSError.
-_OF_COLLECTIVES = (RuntimeError, OSError)
-_IN_CALLBACK = re.compile(r"when running the callback: (\w+)")
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
@@ -677,7 +677,7 @@ class Communicator:
                     return self._wait_long(self._in_flight(work))
                 finally:
                     self.is_late = False
-        except _OF_COLLECTIVES:
+        except OF_COLLECTIVES:
             raise
         except Exception as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
@@ -700,20 +700,6 @@ class Communicator:
                 keep_for_good(self.group, [work])
                 raise TimeoutError(lost)
         return work.wait()
-
-
-def _may_be_of_collective(error: BaseException | None) -> bool:
-    """Return whether an error in a comm hook may come from a collective.
-
-    If not, it comes from a line of the hook. Torch makes a RuntimeError of what the
-    callback of a future raises, and its text names the type.
-    """
-    in_callbacks = _IN_CALLBACK.findall(str(error))
-    if not isinstance(error, _OF_COLLECTIVES) or not in_callbacks:
-        return isinstance(error, _OF_COLLECTIVES)
-    first = in_callbacks[-1]  # the others are callbacks of callbacks
-    kind = getattr(builtins, first, None) or getattr(dist, first, None)
-    return isinstance(kind, type) and issubclass(kind, _OF_COLLECTIVES)
 
 
 def _answer_questions() -> None:
@@ -799,12 +785,12 @@ class Operation:
         owner.has_failed = True  # other ranks may wait in vain
         if owner.lost:  # this thread came free because of that
             raise owner._error_of_lost() from None
-        of_hook = isinstance(error, CommHookError) and _may_be_of_collective(
+        of_hook = isinstance(error, CommHookError) and may_come_from_collective(
             error.__cause__
         )
         if isinstance(error, MiniDPError) and not of_hook:
             return
-        if not isinstance(error, _OF_COLLECTIVES):
+        if not isinstance(error, OF_COLLECTIVES):
             owner.tell_others(error)
             return
         report = owner.peers.report(owner._awaited)

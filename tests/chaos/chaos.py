@@ -340,13 +340,22 @@ def main() -> int:
     add("--seed", type=int, default=0, help="what is drawn (default 0)")
     add("--jobs", type=int, default=2, help="runs at a time (default 2)")
     add("--cold-every", type=int, default=25, help="0: no cold runs (default 25)")
+    add(
+        "--hang-timeout",
+        type=float,
+        default=HANG_TIMEOUT,
+        metavar="SECONDS",
+        help=f"of the ranks that are struck (default {HANG_TIMEOUT:g})",
+    )
     add("--keep", type=Path, help="folder for the logs of runs that failed")
     args = parser.parse_args()
 
     import torch._dynamo  # so that forked workers need not; optimizers import it
 
     assert torch._dynamo is not None
-    trials = [draw(args.seed, n, args.cold_every) for n in range(args.runs)]
+    limit = args.hang_timeout
+    drawn = [draw(args.seed, n, args.cold_every) for n in range(args.runs)]
+    trials = [replace(trial, hang_timeout=limit) for trial in drawn]
     sizes = sorted({trial.ranks for trial in trials})
     undisturbed = [
         Trial(-1, n, Plan(""), is_cold=False, hang_timeout=30.0) for n in sizes

@@ -36,6 +36,8 @@ def test_saboteur_and_torchrun_in_short():
     plans = [draw(SEED, n, 0).plan for n in range(RUNS)]
     assert [(plan.deed, plan.moment) for plan in plans] == PLAYED
     command = ["--runs", str(RUNS), "--seed", str(SEED), "--cold-every", "0"]
+    # Beside load a rank comes late by some seconds, which must not restart it.
+    command += ["--hang-timeout", "20"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos.chaos", *command, "--jobs", "3"],
         cwd=ROOT,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -277,11 +278,12 @@ def run_two(
     end: str = "",
     catches: str = "RuntimeError",
     rank: int = 1,
-    python: str = sys.executable,
+    new_ranks: Collection[int] = (0,),
 ) -> list[tuple[int, str]]:
     """Run SCRIPT on two ranks; return exit status and output of each that ends.
 
-    ``does``: what ``rank`` does instead of the second step.
+    ``does``: what ``rank`` does instead of the second step. ``new_ranks``: those whose
+    interpreter is to end as a new one does. The others are forks.
     """
     script = textwrap.dedent(SCRIPT).format(
         does=does, end=end, catches=catches, rank=rank
@@ -292,7 +294,10 @@ def run_two(
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
     }
-    both = [start([python, "-c", script], RANK=str(r), **environment) for r in "01"]
+    both = []
+    for each in (0, 1):
+        python = sys.executable if each in new_ranks else warm_python()
+        both.append(start([python, "-c", script], RANK=str(each), **environment))
     try:
         outputs = [both[0].communicate(timeout=200)[0]]
         if "SIGSTOP" not in does:
@@ -328,7 +333,8 @@ def test_the_process_ends_after_a_failure(end: str) -> None:
 
 
 def test_a_process_that_ends_with_an_error_says_so() -> None:
-    (first, output), (second, _) = run_two("raise ValueError('no more disk')")
+    raises = "raise ValueError('no more disk')"
+    (first, output), (second, _) = run_two(raises, new_ranks=[1])
     assert (first, second) == (0, 1)
     assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
 
@@ -339,7 +345,8 @@ def test_a_process_that_ends_with_an_error_says_so() -> None:
 )
 def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
     """The answer is all that rank 0 prints, under the one line of its own code."""
-    both = run_two(f"{end or 'pass'}; sys.exit()", catches="KeyError")
+    does = f"{end or 'pass'}; sys.exit()"
+    both = run_two(does, catches="KeyError", new_ranks=[0, 1])
     (first, output), (second, _) = both
     assert (first, second) == (1, 0), output
     lines = output.replace("[rank0]: ", "").rstrip().splitlines()  # torch's mark
@@ -432,7 +439,7 @@ def test_the_end_of_a_wrapper_that_has_averaged_is_told() -> None:
 )
 def test_rank_0_takes_the_store_with_it_and_nothing_false_is_said(does: str) -> None:
     """It had wrapped the module, and trained. Its last words are read, or lost."""
-    (_, _), (status, output) = run_two(does, rank=0, python=warm_python())
+    (_, _), (status, output) = run_two(does, rank=0, new_ranks=())
     assert status == 0, output
     lost = "ERROR [rank 1] Nothing is known about the other ranks: the " in output
     read = "ERROR [rank 1] Missing: rank 0. Rank 0 is gone: its process" in output
@@ -450,9 +457,9 @@ def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
         "drop = lambda: (time.sleep(0.02), os.write(1, b'DROPPED')); "
         "atexit.register(threading.Thread(target=drop, daemon=True).start)"
     )
-    for status, output in run_two("pass", late):
-        assert status == 0, output
-        assert output.rstrip().endswith("DROPPED")
+    (status, output), _ = run_two("pass", late)
+    assert status == 0, output
+    assert output.rstrip().endswith("DROPPED")
 
 
 # ------------------------------------------------------------- noise
@@ -481,7 +488,7 @@ if __name__ == "__main__":
 def test_nothing_is_printed_when_rank_0_leaves_first(tmp_path: Any) -> None:
     script = tmp_path / "leaves_first.py"
     script.write_text(LEAVES_FIRST)
-    command = [sys.executable, str(script), str(tmp_path / "store")]
+    command = [warm_python(), str(script), str(tmp_path / "store")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
 

@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that is gone is blamed for a mistake in a comm hook",
-        "comm/communicator.py",
-        "    if not isinstance(error, _OF_COLLECTIVES) or not in_callbacks:",
+        "comm/backends.py",
+        "    if not isinstance(error, OF_COLLECTIVES) or not in_callbacks:",
         "    if True:",
         "hook",
     ),
