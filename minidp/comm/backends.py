@@ -16,7 +16,9 @@ from minidp.accelerator import has_streams
 from .groups import ProcessGroup
 from .work import is_python_group
 
-OF_COLLECTIVES = (RuntimeError, OSError)  # what a collective that fails may raise
+# What a collective that fails may raise: c10d's errors are RuntimeErrors, and a
+# TimeoutError is an OSError.
+OF_COLLECTIVES = (RuntimeError, OSError)
 _IN_CALLBACK = re.compile(r"when running the callback: (\w+)")
 
 

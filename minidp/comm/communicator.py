@@ -56,7 +56,6 @@ STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
 # The number of a collective that is not counted: every rank that gives up is missed.
 _UNCOUNTED = sys.maxsize
-# What backends raise: c10d's errors are RuntimeErrors, a TimeoutError is an OSError.
 _REMEDY = (
     "look for the rank that died, raised, took a different branch, or ran out of "
     "inputs (see join()); then call reset() on all live ranks"
