@@ -124,19 +124,29 @@ def raise_missing():
 
 
 def fail(training, waits="item", in_loss=raise_missing):
-    """Let rank 1 miss a step; return the error of this rank, and after how long."""
+    """Let rank 1 miss a step; return the error of this rank, and after how long.
+
+    If rank 1 lives, it returns when rank 0 has queued what it is to wait behind.
+    """
+    store = c10d._get_default_store()
     for number in range(FAULT):
         training.step(number).item()
     training.save()
     if training.rank == 1:
         with pytest.raises(Missing):
             training.step(FAULT, in_loss=in_loss)
+        store.get("rank 0 has queued its work")
         return "", 0.0
+
+    def wait_before_the_step():
+        store.set("rank 0 has queued its work", "")
+        synchronize()
 
     def go_on():
         if waits == "before the step":
-            training.step(FAULT, before_step=synchronize)
+            training.step(FAULT, before_step=wait_before_the_step)
         loss = training.step(FAULT)
+        store.set("rank 0 has queued its work", "")
         {"item": loss.item, "copy": loss.cpu}.get(waits, synchronize)()
         training.step(FAULT + 1)
 
@@ -215,11 +225,14 @@ def test_a_host_that_raises_lets_its_device_finish(fresh):
 
 def reset_at_once(ctx):
     """Rank 0 does not wait for the error, so that nobody else aborts the group."""
-    training = Training(ctx, hang_timeout=30)
+    training, store = Training(ctx, hang_timeout=30), c10d._get_default_store()
     for number in range(FAULT):
         training.step(number).item()
     if ctx.rank == 0:
         training.step(FAULT)
+        store.set("rank 0 has queued its step", "")
+    else:
+        store.get("rank 0 has queued its step")
     assert not told(lambda: training.model.reset(copy_from=1))
     synchronize()
     assert_goes_on(ctx, training)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from minidp import CollectiveError
 from minidp.errors import ShardedStepError
@@ -74,6 +75,7 @@ def begin(ctx, **options):
 def go_on(training):
     """Step, wait for the device, and step once more."""
     training.step(FAULT)
+    c10d._get_default_store().set("rank 0 has queued its step", "")
     synchronize()
     training.step(FAULT + 1)
 
@@ -102,11 +104,16 @@ def test_a_rank_raises_before_its_backward(fresh):
     fresh.run(raise_before_the_backward, 2)
 
 
+def raise_when_the_other_has_stepped():
+    c10d._get_default_store().get("rank 0 has queued its step")
+    raise Missing("out of luck")
+
+
 def raise_in_the_step(ctx):
     """Values of the other rank never come, and what is there instead is written."""
     training = begin(ctx, hang_timeout=30)
     if ctx.rank == 1:
-        training.sgd.act = raise_missing
+        training.sgd.act = raise_when_the_other_has_stepped
         with pytest.raises(Missing):
             training.step(FAULT)
         training.sgd.act = None

@@ -131,7 +131,8 @@ minidp.doctor.checks.collectives.check_gradients = check_gradients
 
 def test_ranks_do_not_wait_for_each_others_imports():
     """The first DDP of a process imports some 800 modules: long, on a busy machine."""
-    codes, (report, _) = play("", NOTES_IMPORTS, new_ranks=[1])
+    # The other rank comes at once, and has to wait for the imports of torch here.
+    codes, (report, _) = play("", NOTES_IMPORTS, new_ranks=[1], wait="200")
     assert failures(report) == []
     assert codes == [0, 0]
     assert found(report, "gradients, Gloo")
