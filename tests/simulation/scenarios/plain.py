@@ -56,9 +56,9 @@ def check_failing_hook(play: Play) -> None:
     """Let the mistake in a comm hook come before ranks that are only slower."""
     check_reset(play)
     raising, fault = play.settings, play.fault
-    may_be_gone = fault.has_struck and fault.kind is not Kind.IS_SLOW
-    if raising.is_runtime_error and may_be_gone:
-        return
+    is_only_slow = fault.kind is Kind.IS_SLOW and is_harmless(play)
+    if raising.is_runtime_error and fault.has_struck and not is_only_slow:
+        return  # it may be a collective's, and others may be gone, or give up
     for outcome in play.outcomes:
         told = str(outcome.error).partition("] ")[2]
         is_own = isinstance(outcome.error, CommHookError) and USERS in told
