@@ -192,7 +192,7 @@ def _names(rank: int, text: str) -> bool:
 
 def _check_names(play: Play, told: str, culprits: set[int], what: str) -> None:
     """Let an error blame no rank that has done nothing, and take no dead one to run."""
-    told = told.partition("If the hook itself is right:")[0]
+    told = told.partition("If the hook itself is right:")[0]  # the rest blames nobody
     named = {int(r) for found in ABSENT.findall(told) for r in found.split(",")}
     gave_up = {r for r in _failed(play) if _has_given_up(r, told)}
     if wrong := named - culprits - gave_up:

@@ -61,8 +61,8 @@ def check_failing_hook(play: Play) -> None:
         return  # it may be a collective's, and others may be gone, or give up
     for outcome in play.outcomes:
         told = str(outcome.error).partition("] ")[2]
-        is_own = isinstance(outcome.error, CommHookError) and USERS in told
-        is_own &= outcome.rank == raising.rank
+        is_hooks = isinstance(outcome.error, CommHookError) and USERS in told
+        is_own = is_hooks and outcome.rank == raising.rank
         if is_own and not told.startswith("The comm hook"):
             raise Finding(f"rank {outcome.rank} blames another: {told}")
 
