@@ -1,10 +1,10 @@
-"""Two runs of `tests.chaos.chaos`: a rank is killed in a save, another one is stopped.
+"""One run of `tests.chaos.chaos`: a rank is killed in a save, and all of them resume.
 
 What minidp says of a rank that is lost, at any moment and in any order of events, is
 the simulated ranks' matter; ranks that raise, or come late, are in ``reset`` and
-``hang``. Here is whether torchrun and real processes agree, which restart and resume
-after a process that is gone and after one that is frozen. Nightly has all deeds at all
-moments, and starts from a shell.
+``hang``. Here is whether torchrun and real processes agree: they restart, and resume
+from the last whole checkpoint. Nightly has all deeds at all moments, also a rank that
+is stopped, which torchrun takes half a minute to end, and starts from a shell.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from tests.chaos.saboteur import DEEDS, moments
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
-SEED = 18217  # has these in its first runs
-PLAYED = [("stop", "between buckets"), ("kill", "in the save")]
-RUNS = len(PLAYED)
+SEED = 244  # has this in its first run, with three ranks
+PLAYED = ("kill", "in the save")
 
 
 def test_each_deed_at_each_moment():
@@ -33,16 +32,16 @@ def test_each_deed_at_each_moment():
 
 
 def test_saboteur_and_torchrun_in_short():
-    plans = [draw(SEED, n, 0).plan for n in range(RUNS)]
-    assert [(plan.deed, plan.moment) for plan in plans] == PLAYED
-    command = ["--runs", str(RUNS), "--seed", str(SEED), "--cold-every", "0"]
+    plan = draw(SEED, 0, 0).plan
+    assert (plan.deed, plan.moment) == PLAYED
+    command = ["--runs", "1", "--seed", str(SEED), "--cold-every", "0"]
     # Beside load a rank comes late by some seconds, which must not restart it.
     command += ["--hang-timeout", "20"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.chaos", *command, "--jobs", "3"],
+        [sys.executable, "-m", "tests.chaos.chaos", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{RUNS} runs, 0 failed" in done.stdout
+    assert "1 runs, 0 failed" in done.stdout
