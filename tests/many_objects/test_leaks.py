@@ -30,7 +30,6 @@ from torch import nn
 
 from minidp import DataParallel, MiniDPError, comm_hooks
 from tests.support.collecting import few_objects
-from tests.support.combined import in_turns
 from tests.wrong_uses.bad_inputs import hooks_on, nodes_of
 
 pytestmark = pytest.mark.fault
@@ -238,7 +237,7 @@ def test_a_jump_is_no_leak_and_hides_none(leak: int) -> None:
         assert slope(sizes) == leak
 
 
-@pytest.mark.parametrize("name", in_turns(VARIANTS))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_cycles_leave_nothing(lone_group: Any, name: str) -> None:
     growth = measure_variant(SimpleNamespace(group=lone_group), name, CYCLES)
     assert not problem(growth), growth

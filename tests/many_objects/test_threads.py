@@ -19,7 +19,6 @@ from torch import nn
 from minidp import DataParallel
 from minidp.comm.replacements import fresh_group
 from tests.support.both import same, wrapped
-from tests.support.combined import in_turns
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
@@ -93,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", in_turns(OPTIONS))
+@pytest.mark.parametrize("name", OPTIONS)
 def test_two_objects_step_from_two_threads(ctx, name):
     """As each alone, bit for bit."""
     other = fresh_group(ctx.group, f"concurrency/{name}")
