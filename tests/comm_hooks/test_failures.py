@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.futures import Future
 
 from minidp import CommHookError, DataParallel, comm_hooks
 from tests.support.both import done, error_of, wrapped
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_simulated_ranks
 from tests.support.two_layers import TwoLayers, backward, trains
 from tests.wrong_uses.bad_hooks import fail, failed
 
@@ -57,7 +58,7 @@ def past_the_rebuild(ctx: Any, hook: Any, state: Any = None) -> DataParallel:
     return ddp
 
 
-on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
+on_two_ranks = on_simulated_ranks(2, fresh={"group_timeout": SECONDS})
 
 
 @on_two_ranks
@@ -118,7 +119,7 @@ def test_reset_does_not_wait_for_a_future_that_never_completes(ctx):
     assert trains(ctx, ddp)
 
 
-@on_ranks(2, fresh={"group_timeout": 4.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 4.0})
 def test_failed_collectives_are_not_swallowed(ctx):
     """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
     # The backend alone has to tell.
@@ -134,23 +135,23 @@ def test_failed_collectives_are_not_swallowed(ctx):
 
 
 # Simulated ranks have torch's own hooks: the scenario "reset".
-READY_MADE = {
+READY_MADE: dict[str, tuple[Callable[[], Any], Any]] = {  # what makes a state, hook
     "torch's, wrapped": (
-        None,
+        lambda: None,
         default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     ),
-    "in the hook": (comm_hooks.Fp32State(), comm_hooks.fp32_accumulate_hook),
+    "in the hook": (comm_hooks.Fp32State, comm_hooks.fp32_accumulate_hook),
 }
 
 
-@on_ranks(2, fresh={"group_timeout": NEVER})
+@on_simulated_ranks(2, fresh={"group_timeout": NEVER})
 @pytest.mark.parametrize("name", READY_MADE)
 def test_ready_made_hooks_fail_in_time_and_recover(ctx, name):
     """Rank 1 raises in its backward; both ranks recover, and train on."""
-    state, hook = READY_MADE[name]
+    make_state, hook = READY_MADE[name]
     options: dict[str, Any] = {"bucket_cap_mb": 64 / 2**20, "hang_timeout": 4}
     ddp = DataParallel(TwoLayers(), **options)  # the default group
-    ddp.register_comm_hook(state, hook)
+    ddp.register_comm_hook(make_state(), hook)
     backward(ddp)
     backward(ddp)  # after the rebuild
     handle = None

@@ -26,11 +26,12 @@ from torch.futures import Future
 from minidp import DataParallel, comm, comm_hooks
 from minidp.config import options as config_options
 from minidp.guard import comparison
+from tests.support import simulated
 from tests.support.both import error_of
 from tests.support.combined import in_turns
 from tests.support.fresh import run_fresh
 from tests.support.ports import free_port
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_simulated_ranks
 from tests.support.two_layers import TwoLayers, backward, trains
 from tests.support.warm import warm_python
 
@@ -217,7 +218,7 @@ def test_a_wait_of_less_than_a_millisecond_has_a_limit(ctx):
     work.wait()
 
 
-@on_ranks(2, fresh={"group_timeout": 60.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 60.0})
 def test_a_hook_that_never_brings_its_result_is_named(ctx):
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
     stuck = [False]
@@ -236,7 +237,7 @@ def test_a_hook_that_never_brings_its_result_is_named(ctx):
     assert trains(ctx, ddp)
 
 
-@on_ranks(2, fresh={"group_timeout": 60.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 60.0})
 def test_reset_after_a_hang(ctx):
     """Everybody is alive: after reset() on all ranks the object trains."""
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
@@ -361,8 +362,9 @@ def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
     assert len(above) == 2, output  # no source line: it is python -c
 
 
-def runs_out_of_inputs(ctx: Any) -> str:
-    """Train in a function, which lets the wrapper go at its end, on rank 1 first."""
+@on_simulated_ranks(2, fresh=PATIENT)
+def test_a_function_that_ran_out_of_inputs(ctx):
+    """It lets the wrapper go at its end, on rank 1 first."""
 
     def train() -> None:
         net, options = nn.Linear(4, 1), {"process_group": ctx.group}
@@ -370,26 +372,26 @@ def runs_out_of_inputs(ctx: Any) -> str:
         for _ in range(4 - 2 * ctx.rank):
             ddp(torch.ones(1, 4)).sum().backward()
 
-    said = "" if ctx.rank else error_of(train)
     if ctx.rank:
         train()
+    else:
+        said = error_of(train)
+        gone = "Rank 1 is gone: its DataParallel object was deleted, perhaps at the end"
+        assert gone in said
+        assert "train inside `with model.join():`" in said
+        assert "gave up" not in said
     wait_for_others(ctx)
-    return said
 
 
-def test_a_function_that_ran_out_of_inputs() -> None:
-    said, _ = run_fresh(runs_out_of_inputs, 2, **PATIENT)
-    assert (
-        "Rank 1 is gone: its DataParallel object was deleted, perhaps at the end"
-        in said
-    )
-    assert "train inside `with model.join():`" in said
-    assert "gave up" not in said
+@on_simulated_ranks(2, fresh=PATIENT)
+@pytest.mark.parametrize(("odd", "keeps"), [(0, "always"), (1, "for a while")])
+def test_a_wrapper_that_only_one_rank_has_had(ctx, odd, keeps):
+    """Nobody takes its end for that of another wrapper (``init_sync=False``).
 
-
-def has_one_more(ctx: Any, odd: int, keeps: str) -> None:
-    """Rank ``odd`` wraps once more, and is late in the training of the next one."""
-    comparison.PATIENCE_SECONDS = 1.0  # for which the guard waits in vain here
+    Rank ``odd`` wraps once more, and is late in the training of the next one.
+    """
+    if simulated.ARE_REAL:
+        comparison.PATIENCE_SECONDS = 1.0  # for which the guard waits in vain here
     options: dict[str, Any] = {"process_group": ctx.group, "init_sync": False}
     if ctx.rank == odd:
         more = DataParallel(TwoLayers(), **options)
@@ -406,28 +408,17 @@ def has_one_more(ctx: Any, odd: int, keeps: str) -> None:
     wait_for_others(ctx)
 
 
-@pytest.mark.parametrize(("odd", "keeps"), [(0, "always"), (1, "for a while")])
-def test_a_wrapper_that_only_one_rank_has_had(odd: int, keeps: str) -> None:
-    """Nobody takes its end for that of another wrapper (``init_sync=False``)."""
-    run_fresh(has_one_more, 2, odd, keeps, **PATIENT)
-
-
-def drops_it(ctx: Any) -> str:
+@on_simulated_ranks(2, fresh=PATIENT)
+def test_the_end_of_a_wrapper_that_has_averaged_is_told(ctx):
     options: dict[str, Any] = {"process_group": ctx.group, "init_sync": False}
     ddp = DataParallel(TwoLayers(), hang_timeout=120, **options)
     backward(ddp)
     if ctx.rank:
         del ddp
-        wait_for_others(ctx)
-        return ""
-    said = error_of(lambda: backward(ddp))
+    else:
+        said = error_of(lambda: backward(ddp))
+        assert "Rank 1 is gone: its DataParallel object was deleted" in said
     wait_for_others(ctx)
-    return said
-
-
-def test_the_end_of_a_wrapper_that_has_averaged_is_told() -> None:
-    said, _ = run_fresh(drops_it, 2, **PATIENT)
-    assert "Rank 1 is gone: its DataParallel object was deleted" in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import minidp
 from minidp import DataParallel
 from minidp.hang.rank_status import status_of
 from tests.support.both import MODES, error_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_simulated_ranks
 from tests.support.two_layers import TwoLayers, backward, make, trains
 
 pytestmark = pytest.mark.fault
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fault
 SECONDS = 3.0  # timeout of the process group
 
 
-on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
+on_two_ranks = on_simulated_ranks(2, fresh={"group_timeout": SECONDS})
 
 
 @on_two_ranks
@@ -92,7 +92,7 @@ def test_backward_raises(ctx, ranks, warm_up, mode):
     assert trains(ctx, ddp)
 
 
-@on_ranks(3, fresh={"group_timeout": SECONDS})
+@on_simulated_ranks(3, fresh={"group_timeout": SECONDS})
 def test_reset_in_a_subgroup_needs_only_its_members(ctx):
     timeout = timedelta(seconds=3)
     dist.new_group([0, 1], timeout=timeout)  # rank 1 is in one group more than rank 2
@@ -113,7 +113,7 @@ def test_reset_in_a_subgroup_needs_only_its_members(ctx):
         assert torch.allclose(mine.grad, theirs.grad)
 
 
-@on_ranks(2, fresh={"group_timeout": 60.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 60.0})
 def test_a_rank_that_resets_one_of_two_wrappers_is_named_in_the_other(ctx):
     """Rank 0 waits for the second one, whose bucket comes first in the backward.
 
@@ -142,7 +142,7 @@ def test_a_rank_that_resets_one_of_two_wrappers_is_named_in_the_other(ctx):
     return [param.detach().clone() for param in params]
 
 
-@on_ranks(2, fresh={"group_timeout": 20.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 20.0})
 def test_a_wrapper_beside_one_that_is_reset_goes_on(ctx):
     """Nobody takes the other ranks to be gone there, once all have called reset()."""
     first, second = make(ctx), make(ctx)

@@ -33,7 +33,7 @@ from tests.support.optimized import (
     step,
     told,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_simulated_ranks
 
 pytestmark = pytest.mark.fault
 
@@ -50,7 +50,7 @@ def missed(ctx: Any, net: Any, optimizer: Any, steps: int = 3) -> None:
 # ------------------------------------------------------------------ after reset()
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize(
     ("name", "steps"), [("sgd", 3), ("momentum", 1), ("adam", 3), ("lbfgs", 1)]
 )
@@ -75,7 +75,7 @@ def test_a_rank_that_missed_a_step_is_named(ctx, name, steps):
         assert told(ddp.reset)
 
 
-@on_ranks(3)
+@on_simulated_ranks(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("steps", "root"), [(1, 0), (1, 1), (3, 0)])
 def test_one_rank_s_state_is_copied(ctx, name, steps, root):
@@ -93,7 +93,7 @@ def test_one_rank_s_state_is_copied(ctx, name, steps, root):
     return state_of(ddp, optimizer)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_checkpoint_may_be_loaded_after_reset(ctx):
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["momentum"](ddp.parameters())
@@ -112,7 +112,7 @@ def test_a_checkpoint_may_be_loaded_after_reset(ctx):
     return state_of(ddp, optimizer)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equal_replicas_hear_nothing_of_the_steps_before_a_checkpoint(ctx, name):
     ddp = wrapped(ctx, made())
@@ -193,7 +193,7 @@ HIDES = {
 }
 
 
-@on_ranks(2, fresh={})
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("kind", [*HIDES, Logs, torch.optim.SGD])
 def test_unequal_steps_are_named_where_a_state_may_be_hidden(ctx, kind):
     """All that can be compared is equal, but ranks may still train apart."""
@@ -215,7 +215,7 @@ def test_unequal_steps_are_named_where_a_state_may_be_hidden(ctx, kind):
     assert f"cannot copy the state of {HIDES[kind]}." in left[0]
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_momentum_alone_is_named(ctx):
     """The rate is 0, as in a warm-up: parameters are equal."""
     ddp = wrapped(ctx, made())
@@ -229,7 +229,7 @@ def test_momentum_alone_is_named(ctx):
     assert error_of(lambda: step(ctx, ddp, optimizer)).startswith("ReplicaMismatch")
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_learning_rate_is_compared_and_copied(ctx):
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
@@ -313,7 +313,7 @@ SCHEDULERS = {
 CANNOT_BE_COPIED = (unknown, Counts, twice)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("made_by", SCHEDULERS)
 def test_a_scheduler_that_missed_a_step_is_named_and_copied(ctx, made_by):
     """The learning rates are still equal: rank 1's would change one step later."""
@@ -358,7 +358,7 @@ class Table:
         return self.function(self.factors[0][0] / self.calls)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_what_a_scheduler_cannot_send_stays(ctx):
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["sgd"](ddp.parameters())
@@ -384,7 +384,7 @@ class Trainer:
         self.optimizer.step()
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("copies", [False, True])
 def test_objects_of_any_kind_may_step_an_optimizer(ctx, copies):
     ddp = wrapped(ctx, made())
@@ -406,7 +406,7 @@ class Bare(torch.optim.Optimizer):
         self.inner.step(closure)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("copies", [False, True])
 def test_an_optimizer_may_have_attributes_of_any_kind(ctx, copies):
     ddp = wrapped(ctx, made())
@@ -420,7 +420,7 @@ def test_an_optimizer_may_have_attributes_of_any_kind(ctx, copies):
     del bare
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_rate_of_numpy_is_a_number(ctx):
     ddp = wrapped(ctx, made())
     rate = numpy.float32(0.1 if ctx.rank else 0.2)
@@ -452,7 +452,7 @@ def test_what_is_frozen_is_found(ctx):
     return scheduler.last_epoch, scaler.get_scale()
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("is_best", [True, False])
 def test_a_scheduler_that_waits_for_a_plateau_is_copied(ctx, is_best):
     """It writes nothing into the optimizer, and counts more than its steps."""
@@ -471,7 +471,7 @@ def test_a_scheduler_that_waits_for_a_plateau_is_copied(ctx, is_best):
     return [optimizer.param_groups[0]["lr"], plateau.best, plateau.num_bad_epochs]
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 def test_optimizers_of_every_module_of_torch_are_copied(ctx, name):
     ddp = wrapped(ctx, nn.Linear(4, 4, bias=False))
@@ -482,7 +482,7 @@ def test_optimizers_of_every_module_of_torch_are_copied(ctx, name):
     return state_of(ddp, optimizer)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_an_optimizer_with_an_empty_group_is_copied(ctx):
     """A script that decays no parameter has one."""
     ddp = wrapped(ctx, made())
@@ -524,7 +524,7 @@ def rates_of(optimizer, ddp):
     return [rates[id(param)] for param in ddp.parameters()]
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize(
     ("grouping", "root"), list(zip(GROUPINGS, [0, 1, 1, 0], strict=True))
 )
@@ -556,7 +556,7 @@ def test_an_optimizer_is_known_by_its_parameters(ctx, grouping, root):
     return state_of(ddp)[0], copy.deepcopy(momenta), scheduler.last_epoch
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_one_group_cannot_have_the_settings_of_two(ctx):
     ddp = wrapped(ctx, made())
     first, *rest = ddp.parameters()
@@ -568,7 +568,7 @@ def test_one_group_cannot_have_the_settings_of_two(ctx):
     assert all("cannot copy the state of SGD" in text for text in left)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize(
     ("rank_with_old", "root", "has_stepped"),
     [
@@ -605,7 +605,7 @@ def test_an_old_optimizer_is_alive_on_one_rank(ctx, rank_with_old, root, has_ste
     return state_of(ddp)[0], copy.deepcopy(momenta)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_what_only_one_rank_has_is_named_if_nothing_else_holds_its_parameters(ctx):
     ddp = wrapped(ctx, made())
     kind = torch.optim.AdamW if ctx.rank else torch.optim.Adam
@@ -617,7 +617,7 @@ def test_what_only_one_rank_has_is_named_if_nothing_else_holds_its_parameters(ct
     assert "cannot copy the state of Adam and the state of AdamW" in text
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_what_only_one_rank_has_beside_the_others_optimizer_is_no_news(ctx):
     ddp = wrapped(ctx, made())
     optimizer = OPTIMIZERS["momentum"](ddp.parameters())
@@ -627,7 +627,7 @@ def test_what_only_one_rank_has_beside_the_others_optimizer_is_no_news(ctx):
     del old
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_what_a_hook_of_torch_counts_is_compared_and_copied(ctx):
     """Else some ranks would send a bucket in one way, and some in another."""
     ddp = wrapped(ctx, made())
@@ -648,7 +648,7 @@ def test_what_a_hook_of_torch_counts_is_compared_and_copied(ctx):
     return state.iter, state_of(ddp)[0]
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_scheduler_that_is_behind_is_named_beside_an_old_one(ctx):
     """Rank 1 still has an old scheduler, so that the numbers of them differ."""
     ddp = wrapped(ctx, made())
@@ -664,7 +664,7 @@ def test_a_scheduler_that_is_behind_is_named_beside_an_old_one(ctx):
     assert "cannot copy the state of StepLR." in left
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_rank_with_another_number_of_schedulers_is_no_news(ctx):
     """One of them may be garbage, which Python has not freed yet on this rank."""
     ddp = wrapped(ctx, made())
@@ -777,7 +777,7 @@ def test_a_scaler_unscales_again_after_an_error_in_its_step(ctx):
     assert max(p.abs().max() for p in ddp.parameters()) < 2 * before
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_what_cannot_be_copied_is_named(ctx):
     ddp = wrapped(ctx, made())
     optimizer = Own(ddp.parameters())
@@ -794,7 +794,7 @@ def test_what_cannot_be_copied_is_named(ctx):
         assert "Optimizer steps: Own: 3 on rank 0, 2 on rank 1." in text
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_ranks_have_to_agree_from_whom_to_copy(ctx):
     ddp = wrapped(ctx, made())
     error = error_of(lambda: ddp.reset(copy_from=[None, 0][ctx.rank]))
@@ -808,7 +808,7 @@ def test_ranks_have_to_agree_from_whom_to_copy(ctx):
     step(ctx, ddp, OPTIMIZERS["sgd"](ddp.parameters()))
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize(
     "options", [{"check_replicas_every": 0}, {"forward_sync_buffers": False}], ids=str
 )
@@ -823,7 +823,7 @@ def test_right_trainings_hear_nothing_after_reset(ctx, options):
     assert not heard
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_local_steps_and_work_divided_among_ranks_are_no_difference(ctx):
     ddp = wrapped(ctx, made())
     optimizer = ZeroRedundancyOptimizer(
@@ -843,7 +843,7 @@ def test_local_steps_and_work_divided_among_ranks_are_no_difference(ctx):
     assert not told(ddp.reset)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_hook_that_kept_replicas_equal_excuses_no_missed_step(ctx):
     def halved(_state, bucket):
         work = dist.all_reduce(bucket.buffer().div_(2), group=ctx.group, async_op=True)
@@ -859,7 +859,7 @@ def test_a_hook_that_kept_replicas_equal_excuses_no_missed_step(ctx):
     assert error.startswith(MISMATCH.format(ctx.rank)), error
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_attached_models(ctx):
     net = made()
     handle = attach(net, process_group=ctx.group)
@@ -889,7 +889,7 @@ def wrapped_anew(ctx: Any, how: str, **options: Any) -> Any:
     return ddp
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("how", ["move", "alone"])
 def test_weights_of_some_ranks_are_other_ones(ctx, how):
     ddp = wrapped_anew(ctx, how)
@@ -902,7 +902,7 @@ def test_weights_of_some_ranks_are_other_ones(ctx, how):
     assert "0.weight" in error
 
 
-@on_ranks(2, 3)
+@on_simulated_ranks(2, 3)
 @pytest.mark.parametrize("how", ["move", "equal"])
 def test_equal_weights_train_on_and_are_compared_later(ctx, how):
     ddp = wrapped_anew(ctx, how)
@@ -917,7 +917,7 @@ def test_equal_weights_train_on_and_are_compared_later(ctx, how):
     return final
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("how", ["move", "alone"])
 def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
     """Ranks need not pass the same options: none of them hangs."""
@@ -932,7 +932,7 @@ def test_a_rank_that_never_compares_is_not_waited_for(ctx, how):
     return state_of(ddp)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_rank_that_raised_before_its_first_forward(ctx):
     """Nobody has made sure before that the others compare."""
     torch.manual_seed(0)  # without module buffers, whose group a forward would connect
@@ -946,7 +946,7 @@ def test_a_rank_that_raised_before_its_first_forward(ctx):
     return state_of(ddp)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_options_that_differ_are_no_matter_of_the_next_wrapper(ctx):
     """It is compared with that of the other rank, whoever has compared before."""
     for odd in (0, 1):
@@ -968,7 +968,7 @@ def test_options_that_differ_are_no_matter_of_the_next_wrapper(ctx):
 # -------------------------------------------------------------------- excused mistakes
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("policy", ["warn", "ignore"])
 def test_an_excused_mistake_is_followed_up(ctx, policy):
     ddp = wrapped(ctx, made(), unsynced=policy)
@@ -988,7 +988,7 @@ def test_an_excused_mistake_is_followed_up(ctx, policy):
     assert "a mistake was only warned of, because of unsynced='warn'" in text
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_mistake_of_one_rank_is_followed_up_on_schedule(ctx):
     """The other one does not know, and nobody waits for it."""
     ddp = wrapped(ctx, made(), unsynced="warn")
@@ -1002,7 +1002,7 @@ def test_a_mistake_of_one_rank_is_followed_up_on_schedule(ctx):
     assert len(told(lambda: step(ctx, ddp, optimizer))) == 1
 
 
-@on_ranks(2, fresh={"group_timeout": 20.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 20.0})
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_wrappers_on_one_group_leave_it_together(ctx, order):
     """Rank 1 raises before the second one's forward; the first one has failed nowhere.
@@ -1045,7 +1045,7 @@ def average_by_hand(ctx: Any, ddp: Any, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize(("odd", "does"), [(0, "evaluates"), (1, "goes forward")])
 def test_one_rank_has_made_one_more_wrapper(ctx, odd, does):
     """The next ones meet all the same, or soon give up to wait for each other.
@@ -1071,7 +1071,7 @@ def test_one_rank_has_made_one_more_wrapper(ctx, odd, does):
     return state_of(ddp)
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 def test_a_first_comparison_that_join_drops_comes_later(ctx):
     """A forward without a backward has begun it."""
     ddp, optimizer = unsynced(ctx)
@@ -1085,7 +1085,7 @@ def test_a_first_comparison_that_join_drops_comes_later(ctx):
     assert error.startswith(MISMATCH.format(ctx.rank)), error
 
 
-@on_ranks(2)
+@on_simulated_ranks(2)
 @pytest.mark.parametrize("late", [0, 1])
 def test_what_a_wrapper_of_one_rank_has_posted_is_not_taken_for_the_next_ones(
     ctx, late

@@ -7,6 +7,9 @@
         assert ddp.module.w.grad == 1.5      # on each rank
         return grads(ddp)                    # and the same bits on all of them
 
+    @on_simulated_ranks(2)                   # by day on threads, see `simulated`
+    def test_failure(ctx): ...
+
     @as_in_torch(2)
     def test_mean_of_torch(ctx, wrap): ...   # returns what torch's DDP must give, too
 
@@ -22,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import oracle
+from tests.support import oracle, simulated
 from tests.support.both import Raised, on_both, same
 from tests.support.fresh import run_fresh
 
@@ -45,14 +48,35 @@ def on_ranks(
     """
 
     def decorate(scenario: Callable[..., Any]) -> Test:
-        def check(results: Sequence[Any]) -> None:
-            for rank, result in enumerate(results):
-                assert same(results[0], result), f"rank {rank}: {result}, {results[0]}"
-
         function = (scenario,)
-        return _made(scenario, function, places, check, fresh=fresh, limit=limit)
+        return _made(scenario, function, places, _same, fresh=fresh, limit=limit)
 
     return decorate
+
+
+def on_simulated_ranks(
+    *places: int, fresh: dict[str, Any] | None = None
+) -> Callable[[Callable[..., Any]], Test]:
+    """Make a test as `on_ranks` does, which by day runs on threads of this process.
+
+    For ranks that fail, hang or spoil their groups, where no process, signal or message
+    of Gloo is what the test is about. With the extension, and at night, the ranks are
+    real: see `tests.support.simulated`.
+
+    Args:
+        *places: World sizes, one test for each.
+        fresh: Of real ranks, see `on_ranks`.
+    """
+    if simulated.ARE_REAL:
+        return on_ranks(*places, fresh=fresh)
+    return lambda scenario: _made(
+        scenario, (scenario,), places, _same, fresh=None, is_simulated=True
+    )
+
+
+def _same(results: Sequence[Any]) -> None:
+    for rank, result in enumerate(results):
+        assert same(results[0], result), f"rank {rank}: {result}, {results[0]}"
 
 
 def as_in_torch(
@@ -85,6 +109,7 @@ def _made(
     *,
     fresh: dict[str, Any] | None,
     limit: float = 45.0,
+    is_simulated: bool = False,
 ) -> Test:
     # Those before are what a rank gets from `Pool.run` and `on_both`.
     parameters = list(inspect.signature(scenario).parameters.values())[len(function) :]
@@ -95,13 +120,16 @@ def _made(
             oracle.skip_unless_torch_takes(given.get("mode", ()))
         call, *more = *function, *(given[name] for name in names)
         where: Any = given["where"] if "where" in given else places[0]
-        if fresh is None:
+        if is_simulated:
+            check(simulated.run(call, where, *more))
+        elif fresh is None:
             check(given["pool"].run(call, where, *more, limit=limit))
         else:
             assert isinstance(where, int)  # groups are the pool's
             check(run_fresh(call, where, *more, **fresh))
 
-    added = ["pool"] * (fresh is None) + ["where"] * (len(places) != 1)
+    has_pool = fresh is None and not is_simulated
+    added = ["pool"] * has_pool + ["where"] * (len(places) != 1)
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters += [inspect.Parameter(name, kind) for name in added]
     parameters = [parameter.replace(kind=kind) for parameter in parameters]

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from minidp import DataParallel, SyncBatchNorm
 from tests.support.both import error_of, same
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_simulated_ranks
 
 pytestmark = [pytest.mark.fault, pytest.mark.fresh]
 
@@ -21,7 +21,7 @@ def refuse(_grad: torch.Tensor) -> None:
 
 
 # In the forward one rank has begun to make the layers' own group, the other has not.
-@on_ranks(2, fresh={"group_timeout": 4.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 4.0})
 @pytest.mark.parametrize("which", ["backward", "forward"])
 def test_one_rank_raises(ctx, which):
     layers = [nn.Linear(2, 2, bias=False), SyncBatchNorm(2)]
@@ -86,7 +86,7 @@ def trained(ctx: Any, ddp: DataParallel, steps: range) -> list[torch.Tensor]:
     return [param.detach().clone() for param in ddp.parameters()]
 
 
-@on_ranks(2, fresh={"group_timeout": 120.0})
+@on_simulated_ranks(2, fresh={"group_timeout": 120.0})
 @pytest.mark.parametrize(
     ("first", "which", "resets"),  # all pairs; `first` is steps before the failure
     [

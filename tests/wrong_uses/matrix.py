@@ -7,8 +7,9 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tests.support import simulated
 from tests.support.actions import Record, has_drifted
 from tests.support.pool import Pool, RankError
 from tests.wrong_uses.patterns import (
@@ -102,6 +103,16 @@ def _describe(record: Record | RankError) -> str:
 
 
 # -- playing ---------------------------------------------------------------------------
+
+
+def simulated_verdict_of(name: str) -> Verdict:
+    """Play a pattern on minidp and simulated ranks, whose waits have the same limit."""
+    records = simulated.run(play_by_name, 2, "minidp", name)
+    pattern = BY_NAME[name]
+    verdict = judge(records, pattern.culprits, pattern.names, SECONDS)
+    if max(record.longest for record in records) > LIMIT:
+        return replace(verdict, outcome=Outcome.HANG)
+    return verdict
 
 
 @functools.cache
