@@ -108,6 +108,14 @@ REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
 IS_REFERENCE = "not (fault or native or gpu or mutants or nightly)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh) and not laws"
+# By day in one order of events, at night in another one, and by real ranks, too.
+ON_SIMULATED_RANKS = (
+    *tests("wrong_uses", "matrix_of_wrong_uses", "wrong_words"),
+    *tests("reset", "ways_back", "failed_ranks"),
+    *tests("comm_hooks", "failures"),
+    *tests("sync_batchnorm", "failures"),
+    *tests("hang", "hangs"),
+)
 FAULT = f"fault and {NOT_SLOW} and not nightly"
 COVERAGE = ("--cov", "--cov-report", "term")
 
@@ -380,6 +388,8 @@ def simulation(session: nox.Session) -> None:
     first = str(int(time.time()))
     words = ("--first", first, "--runs", "1000000", "--seconds", "360")
     session.run(PYTHON, "-m", "tests.simulation", *words)
+    seed = {"MINIDP_SIMULATION_SEED": first}
+    pytest(session, *ON_SIMULATED_RANKS, marked=FAULT, **seed)
     session.run(PYTHON, "-m", "tests.simulation.mutants")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.support.worker import Context
 
-SEED = 1
+SEED = int(os.environ.get("MINIDP_SIMULATION_SEED", "1"))  # of the order of events
 # Ranks with the extension share real memory; and the night shows that Gloo agrees.
 ARE_REAL = (
     os.environ.get("MINIDP_NATIVE") == "1"
