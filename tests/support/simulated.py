@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from tests.support.worker import Context
 
 SEED = int(os.environ.get("MINIDP_SIMULATION_SEED", "1"))  # of the order of events
+LINES = 60  # of the account of a run that fails
 # Ranks with the extension share real memory; and the night shows that Gloo agrees.
 ARE_REAL = (
     os.environ.get("MINIDP_NATIVE") == "1"
@@ -48,7 +50,9 @@ def run(
         Finding: A rank raises, or waits for ever; or somebody writes to a tensor that a
             collective is using.
     """
-    from tests.simulation import own  # here: real ranks do without
+    # Here: real ranks do without.
+    from tests.simulation import own
+    from tests.simulation.scheduler import Finding
 
     results: list[Any] = [None] * ranks
 
@@ -64,6 +68,10 @@ def run(
     try:
         with own.simulated_names():
             own.play(on_rank, seed, ranks=ranks)
+    except Finding as finding:  # whose last events pytest shows, if the test fails
+        account: str = finding.play.tell(LINES)  # type: ignore[attr-defined]
+        sys.stdout.write(f"With MINIDP_SIMULATION_SEED={seed}, last:\n{account}\n")
+        raise
     finally:
         vars(warnings).update(before)
         gc.collect()  # there was no collection meanwhile
@@ -88,7 +96,7 @@ class _Caught:
         return self._list if self._record else None
 
     def __exit__(self, *_: object) -> None:
-        _lists().remove(self._list)
+        _lists().pop()
 
     @staticmethod
     def _by_thread(others: Callable[..., object]) -> Any:
