@@ -108,14 +108,6 @@ REFERENCE = ("tests/", *(f"--ignore={folder}" for folder in APART))
 IS_REFERENCE = "not (fault or native or gpu or mutants or nightly)"
 ONE_PROCESS = f"{IS_REFERENCE} and not (ranks or fresh or laws)"
 SEVERAL_PROCESSES = f"{IS_REFERENCE} and (ranks or fresh) and not laws"
-# By day in one order of events, at night in another one, and by real ranks, too.
-ON_SIMULATED_RANKS = (
-    *tests("wrong_uses", "matrix_of_wrong_uses", "wrong_words"),
-    *tests("reset", "ways_back", "failed_ranks"),
-    *tests("comm_hooks", "failures"),
-    *tests("sync_batchnorm", "failures"),
-    *tests("hang", "hangs"),
-)
 FAULT = f"fault and {NOT_SLOW} and not nightly"
 COVERAGE = ("--cov", "--cov-report", "term")
 
@@ -168,6 +160,14 @@ def has_alone(words: tuple[str, ...]) -> bool:
         if file.is_file() and left_out.isdisjoint(file.parents)
     ]
     return any("mark.alone" in file.read_text() for file in files)
+
+
+def files_with(*texts: str) -> list[str]:
+    """Return the paths of the test files of REFERENCE that have one of these texts."""
+    paths = sorted(ROOT.glob("tests/*/test_*.py"))
+    found = [path for path in paths if any(map(path.read_text().__contains__, texts))]
+    names = [str(path.relative_to(ROOT)) for path in found]
+    return [name for name in names if not name.startswith(APART)]
 
 
 def need(session: nox.Session, program: str) -> None:
@@ -325,10 +325,7 @@ def unit(session: nox.Session) -> None:
 def fault(session: nox.Session) -> None:
     """Ranks that raise, differ, die or hang."""
     # Not all of REFERENCE, which each process would import first, for seconds.
-    files = sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/*/test_*.py"))
-    names = [str(path) for path in files if "mark.fault" in (ROOT / path).read_text()]
-    words = [name for name in names if not name.startswith(APART)]
-    pytest(session, *words, marked=FAULT)
+    pytest(session, *files_with("mark.fault"), marked=FAULT)
 
 
 @stage()
@@ -389,7 +386,8 @@ def simulation(session: nox.Session) -> None:
     words = ("--first", first, "--runs", "1000000", "--seconds", "360")
     session.run(PYTHON, "-m", "tests.simulation", *words)
     seed = {"MINIDP_SIMULATION_SEED": first}
-    pytest(session, *ON_SIMULATED_RANKS, marked=FAULT, **seed)
+    files = files_with("on_simulated_ranks", "import simulated")
+    pytest(session, *files, marked=FAULT, **seed)
     session.run(PYTHON, "-m", "tests.simulation.mutants")
 
 

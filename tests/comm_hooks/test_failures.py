@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from minidp import CommHookError, DataParallel, comm_hooks
 from tests.support.both import done, error_of, wrapped
-from tests.support.ranks import on_simulated_ranks
+from tests.support.ranks import on_ranks, on_simulated_ranks
 from tests.support.two_layers import TwoLayers, backward, trains
 from tests.wrong_uses.bad_hooks import fail, failed
 
@@ -119,7 +119,7 @@ def test_reset_does_not_wait_for_a_future_that_never_completes(ctx):
     assert trains(ctx, ddp)
 
 
-@on_simulated_ranks(2, fresh={"group_timeout": 4.0})
+@on_ranks(2, fresh={"group_timeout": 4.0})
 def test_failed_collectives_are_not_swallowed(ctx):
     """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
     # The backend alone has to tell.

@@ -2,7 +2,8 @@
 
 Who is named when, in any order of events, is the simulated ranks' matter: the scenarios
 "hangs", "leave_out" and "faults" of `tests.simulation`. Here are what is said of the
-stacks of real ranks, signals, stores, groups of Gloo, and the end of a process.
+stacks of real ranks, signals, stores, groups of Gloo, and the end of a process; and a
+few programs of which more is known than that nobody waits, on simulated ranks.
 """
 
 from __future__ import annotations

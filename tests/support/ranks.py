@@ -60,8 +60,8 @@ def on_simulated_ranks(
     """Make a test as `on_ranks` does, which by day runs on threads of this process.
 
     For ranks that fail, hang or spoil their groups, where no process, signal or message
-    of Gloo is what the test is about. With the extension, and at night, the ranks are
-    real: see `tests.support.simulated`.
+    of Gloo is what the test is about. With ``MINIDP_NATIVE=1``, and at night, the ranks
+    are real: see `tests.support.simulated`.
 
     Args:
         *places: World sizes, one test for each.

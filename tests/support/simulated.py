@@ -6,8 +6,8 @@ For tests whose ranks fail, hang or leave their groups unusable, which costs rea
 a new start, or seconds of waiting. Time is simulated, so that a wait for a limit takes
 none; one seed makes all choices, so that a test does the same each time.
 
-With the extension, and at night, real ranks do the same (`ARE_REAL`), so a function may
-use only what both have: see "Simulated ranks" in tests/README.md.
+With ``MINIDP_NATIVE=1``, and at night, real ranks do the same (`ARE_REAL`), so a
+function may use only what both have: see "Simulated ranks" in tests/README.md.
 """
 
 from __future__ import annotations
